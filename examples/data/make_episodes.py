@@ -58,7 +58,8 @@ SPECIAL_TOKENS = {
     "</tool_response>": 151666,
 }
 
-SYSTEM_PROMPT = """You solve tasks with a Python tool and correct yourself when it fails.
+SYSTEM_PROMPT = """You solve tasks with a Python tool and correct yourself when it fails. \
+Files stay from one call to the next.
 
 <tools>
 {"name": "python", "description": "Runs a program and returns what it prints.", "parameters": {"code": "string"}}
@@ -212,7 +213,9 @@ def main() -> None:
     text = "".join(json.dumps(episode, separators=(",", ":")) + "\n" for episode in episodes)
     tokens = sum(len(episode["tokens"]) for episode in episodes)
     trained = sum(sum(episode["loss_mask"]) for episode in episodes)
-    print(f"{len(episodes)} episodes, {tokens} tokens, {trained} written by the model ({trained / tokens:.1%})")
+    print(
+        f"{len(episodes)} episodes, {tokens} tokens, {trained} written by the model ({trained / tokens:.1%})"
+    )
     if not arguments.check:
         EPISODES.write_text(text, encoding="utf-8")
     elif not EPISODES.exists() or EPISODES.read_text(encoding="utf-8") != text:

@@ -6,6 +6,8 @@ Everything else is Megatron's own: embedding, tensor and sequence parallel layer
 embedding, MLP, residuals, output layer, precision wrapper.
 """
 
+import time
+
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +15,21 @@ import torch.nn.functional as F
 def use_cpu_as_device() -> None:
     """Answers Megatron's question for the current CUDA device with the CPU."""
     torch.cuda.current_device = lambda: "cpu"
+
+
+def bf16_is_fast() -> bool:
+    """Says whether this CPU multiplies bfloat16 matrices at least as fast as float32 ones."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        a, b = torch.ones(512, 256, dtype=dtype), torch.ones(256, 4096, dtype=dtype)
+        durations = []
+        for _ in range(5):
+            start = time.perf_counter()
+            a @ b
+            durations.append(time.perf_counter() - start)
+        return min(durations)
+
+    return seconds(torch.bfloat16) <= seconds(torch.float32)
 
 
 class RMSNorm(torch.nn.Module):

@@ -2,15 +2,16 @@
 
 """One tensor-parallel rank: builds the model, runs one way of computing log-probs, measures it."""
 
-import contextlib
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
 import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import numpy
@@ -41,7 +42,7 @@ class Job:
             is float32.
         layers: Number of transformer layers.
         hidden_size: Hidden size.
-        steps: Measured steps of each kind; one more is run first and not measured.
+        steps: Steps of each kind.
         values_folder: Where to leave log-probs and gradients for comparison, if anywhere.
     """
 
@@ -52,7 +53,7 @@ class Job:
     layers: int
     hidden_size: int
     steps: int
-    values_folder: Optional[str] = None
+    values_folder: Optional[Path] = None
 
 
 @dataclass
@@ -70,7 +71,7 @@ class RankResult:
         logits_bytes: Size of the fp32 logits.
         idle_bytes: Peak memory before the first step, libraries and model included.
         peak_bytes: Peak memory of the process, by kind of step.
-        seconds: Duration of each measured step, by kind of step.
+        seconds: Duration of each step, by kind of step.
     """
 
     logits_bytes: int
@@ -99,7 +100,10 @@ def run_rank(job: Job, rank: int, rendezvous: str, threads: int, connection: Con
         threads: Number of threads to compute with.
         connection: The parent's other end.
     """
+    # Ctrl-C is the parent's to handle: it ends its processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        # Megatron warns of every GPU package that is missing.
         warnings.simplefilter("ignore")
         torch.set_num_threads(threads)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -109,7 +113,7 @@ def run_rank(job: Job, rank: int, rendezvous: str, threads: int, connection: Con
         connection.send(Rank(job, rank).measure(connection.send))
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
+    except Exception:
         connection.send(Failure(traceback.format_exc()))
         raise SystemExit(1) from None
 
@@ -141,7 +145,7 @@ class Rank:
         peak_bytes, seconds = {}, {}
         for kind, step in ((FORWARD, self.forward_step), (TRAINING, self.training_step)):
             durations = []
-            for _ in range(self.job.steps + 1):
+            for _ in range(self.job.steps):
                 dist.barrier()
                 start = time.perf_counter()
                 log_probs = step()
@@ -149,7 +153,7 @@ class Rank:
                 durations.append(time.perf_counter() - start)
                 report(Step(kind))
             peak_bytes[kind] = peak_memory()
-            seconds[kind] = durations[1:]
+            seconds[kind] = durations
         if self.job.values_folder:
             self.save_values(log_probs)
         return RankResult(self.logits_bytes, idle_bytes, peak_bytes, seconds)
@@ -191,7 +195,7 @@ class Rank:
         values = {"log_probs": log_probs.numpy()}
         for name, parameter in self.model.named_parameters():
             values[name] = parameter.grad.float().numpy()
-        numpy.savez(os.path.join(self.job.values_folder, f"rank{self.rank}.npz"), **values)
+        numpy.savez(self.job.values_folder / f"rank{self.rank}.npz", **values)
 
 
 def build_model(job: Job) -> torch.nn.Module:

@@ -136,6 +136,15 @@ def weights_of_loss(shape, seed: int = 11) -> Tensor:
     return torch.randn(shape, generator=generator).to(device())
 
 
+def rows_of_this_rank(mask: Tensor, sequence_parallel: bool) -> Tensor:
+    """The mask `[s, b]`, or `[s / tp, b]` with sequence parallelism, of this rank's hidden states."""
+    rows = mask.transpose(0, 1)
+    if sequence_parallel:
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        rows = rows.chunk(tp_size)[parallel_state.get_tensor_model_parallel_rank()]
+    return rows.to(device())
+
+
 MASKS: Dict[str, Callable[[int, int, int], Tensor]] = {}
 
 
