@@ -38,7 +38,7 @@ test-all: $(installed)
 	$(run) -m pytest -m "full or slow" tests
 
 demo: $(installed)
-	$(run) -m examples.selective_output_demo
+	$(run) examples/demo.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info selective_output.png

@@ -141,6 +141,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         )
         progress.update(task, description="comparing log-probs and gradients")
         difference = report.compare_values(folders["full"], folders["selected"])
+        report.require_equal(difference, bf16)
         selected = {packed.trained_share: own}
         for share, job in sweep.items():
             selected[share] = measure(f"selected output, {share:.0%} of the tokens", job)

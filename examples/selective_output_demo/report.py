@@ -5,12 +5,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import List
+from typing import List, Tuple
 
 import numpy
 from rich.table import Table
 
-from selective_output_demo.launcher import Measurement
+from selective_output_demo.launcher import DemoError, Measurement
 from selective_output_demo.worker import FORWARD, TENSOR_PARALLEL, TRAINING
 
 GIB = 2**30
@@ -37,21 +37,47 @@ def compare_values(full: Path, selected: Path) -> Difference:
     Args:
         full: Folder of the full output's rank<r>.npz.
         selected: Folder of the selected output's.
+
+    Raises:
+        DemoError: A value is not finite or all gradients are zero, so that nothing was compared.
     """
     difference = Difference(0.0, 0.0, 0.0)
     for rank in range(TENSOR_PARALLEL):
         file = f"rank{rank}.npz"
         with numpy.load(full / file) as a, numpy.load(selected / file) as b:
             for name in a.files:
-                expected = a[name]
-                largest = float(numpy.abs(expected - b[name]).max())
+                expected, found = a[name], b[name]
+                # A maximum would pass over NaN without a word.
+                if not (numpy.isfinite(expected).all() and numpy.isfinite(found).all()):
+                    raise DemoError(f"Rank {rank}: {name} holds values that are not finite.")
+                largest = float(numpy.abs(expected - found).max())
                 if name == "log_probs":
                     difference.log_prob = max(difference.log_prob, largest)
                 else:
                     magnitude = float(numpy.abs(expected).max())
                     difference.gradient = max(difference.gradient, largest)
                     difference.largest_gradient = max(difference.largest_gradient, magnitude)
+    if difference.largest_gradient == 0:
+        raise DemoError("All gradients are zero.")
     return difference
+
+
+def require_equal(difference: Difference, bf16: bool) -> None:
+    """Accepts differences of a rounding, since a sum over fewer rows may be added up in another order.
+
+    Raises:
+        DemoError: The difference is larger than that.
+    """
+    rounding = 2.0**-7 if bf16 else 1e-5
+    if difference.log_prob > rounding:
+        raise DemoError(
+            f"Log-probs differ by {difference.log_prob:.1e}; rounding explains {rounding:.1e}."
+        )
+    if difference.gradient > rounding * difference.largest_gradient:
+        raise DemoError(
+            f"Gradients differ by {difference.gradient:.1e}; rounding explains "
+            f"{rounding * difference.largest_gradient:.1e}."
+        )
 
 
 def make_table(
@@ -67,59 +93,63 @@ def make_table(
         difference: How far their values differ.
     """
     table = Table(
-        title=f"T = {tokens:,} packed tokens, N = {trained:,} trained tokens ({trained / tokens:.0%})",
+        title="Full output (as usual) against output_row_selector",
         caption="Memory and logits: both tensor-parallel ranks together. Peak: the most that was "
-        "ever resident, Python and libraries included.",
+        "ever resident, libraries and model included; idle: the same before the first step.",
     )
     table.add_column("")
-    table.add_column("output")
-    for heading in (
-        "rows\nprojected",
-        "fp32 logits\nMiB",
-        "peak memory\nGiB",
-        "above idle\nGiB",
-        "time a step\ns (min–max)",
-        "largest difference\nfrom full",
-    ):
-        table.add_column(heading, justify="right")
-    differences = {
-        FORWARD: f"log-prob {difference.log_prob:.1e}",
-        TRAINING: f"gradient {difference.gradient:.1e}\n(of {difference.largest_gradient:.1e})",
-    }
     for kind in (FORWARD, TRAINING):
-        table.add_row(kind, "full", *format_cells(tokens, full, kind), "")
-        cells = format_cells(trained, selected, kind)
-        table.add_row("", "selected", *cells, differences[kind], style="bold")
-        table.add_row("", "ratio", *format_ratios(full, selected, kind), "", end_section=True)
+        table.add_column(f"{kind}\nfull", justify="right")
+        table.add_column("\nselected", justify="right", style="bold")
+
+    def add_row(label: str, *values_by_kind: Tuple[str, str]) -> None:
+        table.add_row(label, *(cell for pair in values_by_kind for cell in pair))
+
+    kinds = (FORWARD, TRAINING)
+    add_row("packed tokens T", *[(f"{tokens:,}", f"{tokens:,}")] * 2)
+    add_row("trained tokens N", *[(f"{trained:,}", f"{trained:,}")] * 2)
+    add_row("rows projected", *[(f"{tokens:,}", f"{trained:,}")] * 2)
+    logits = with_ratio(full.logits_bytes / GIB, selected.logits_bytes / GIB)
+    add_row("fp32 logits, GiB", *[logits] * 2)
+    add_row(
+        "peak memory, GiB",
+        *(
+            with_ratio(full.peak_bytes[kind] / GIB, selected.peak_bytes[kind] / GIB)
+            for kind in kinds
+        ),
+    )
+    add_row(
+        "peak above idle, GiB",
+        *(with_ratio(above_idle(full, kind), above_idle(selected, kind)) for kind in kinds),
+    )
+    add_row(
+        "time a step, s (median)",
+        *(with_ratio(median(full.seconds[kind]), median(selected.seconds[kind])) for kind in kinds),
+    )
+    add_row(
+        "fastest–slowest",
+        *((spread(full.seconds[kind]), spread(selected.seconds[kind])) for kind in kinds),
+    )
+    log_prob, gradient = f"{difference.log_prob:.1e}", f"{difference.gradient:.1e}"
+    add_row("largest difference of a log-prob", ("", log_prob), ("", log_prob))
+    add_row(
+        f"largest difference of a gradient\n(largest gradient {difference.largest_gradient:.1e})",
+        ("", ""),
+        ("", gradient),
+    )
     return table
 
 
-def format_cells(rows: int, measurement: Measurement, kind: str) -> List[str]:
-    """Formats one way's figures, from rows projected to time."""
-    seconds = measurement.seconds[kind]
-    peak = measurement.peak_bytes[kind]
-    return [
-        f"{rows:,}",
-        f"{measurement.logits_bytes / 2**20:,.0f}",
-        f"{peak / GIB:.2f}",
-        f"{(peak - measurement.idle_bytes) / GIB:.2f}",
-        f"{median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})",
-    ]
+def above_idle(measurement: Measurement, kind: str) -> float:
+    """Returns what the steps of one kind added to the peak, in GiB."""
+    return (measurement.peak_bytes[kind] - measurement.idle_bytes) / GIB
 
 
-def format_ratios(full: Measurement, selected: Measurement, kind: str) -> List[str]:
-    """Formats how many times more the full output takes, from rows projected to time."""
+def with_ratio(full: float, selected: float) -> Tuple[str, str]:
+    """Formats a full and a selected figure, the latter with how many times smaller it is."""
+    return f"{full:.2f}", f"{selected:.2f} ({full / selected:.1f} ×)"
 
-    def ratio(value, other):
-        return f"{value / other:.1f} ×"
 
-    return [
-        "",
-        ratio(full.logits_bytes, selected.logits_bytes),
-        ratio(full.peak_bytes[kind], selected.peak_bytes[kind]),
-        ratio(
-            full.peak_bytes[kind] - full.idle_bytes,
-            selected.peak_bytes[kind] - selected.idle_bytes,
-        ),
-        ratio(median(full.seconds[kind]), median(selected.seconds[kind])),
-    ]
+def spread(seconds: List[float]) -> str:
+    """Formats the range of durations."""
+    return f"{min(seconds):.2f}–{max(seconds):.2f}"

@@ -256,10 +256,10 @@ def build_model(job: Job) -> torch.nn.Module:
 
 
 def initialise(model: torch.nn.Module) -> None:
-    """Fills the weight matrices: each rank its own shard, the same on every run."""
+    """Fills the weight matrices, which are all sharded: each rank its own, the same on every run."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for parameter in model.parameters():
-        if getattr(parameter, "tensor_model_parallel", False):
+        if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02, generator=generator)
 
 
