@@ -40,6 +40,7 @@ class NoStream:
 def install() -> None:
     """Puts every stand-in in place for the rest of this process."""
     _install_devices()
+    _install_tensors()
     _install_random_states()
     _install_collectives()
     _install_megatron()
@@ -62,6 +63,20 @@ def _install_devices() -> None:
     torch.cuda.nvtx.range_pop = lambda: None
     # Tells CUDA's allocator about a second stream that uses the memory.
     torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _install_tensors() -> None:
+    # Where Megatron writes "cuda" or asks for pinned memory: schedules count tokens there, rotary
+    # embeddings pick their context-parallel part, the optimizer keeps its flags.
+    def in_this_memory(make):
+        def make_here(*args, device=None, pin_memory=False, **kwargs):
+            return make(*args, device="cpu" if device == "cuda" else device, **kwargs)
+
+        return make_here
+
+    torch.zeros = in_this_memory(torch.zeros)
+    torch.tensor = in_this_memory(torch.tensor)
+    torch.Tensor.cuda = lambda self, device=None, non_blocking=False: self
 
 
 def _install_random_states() -> None:

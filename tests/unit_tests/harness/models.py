@@ -89,6 +89,7 @@ def make_gpt_model(
     if core_attention is not None:
         layer.submodules.self_attention.submodules.core_attention = core_attention
     num_layers = config.num_layers // config.pipeline_model_parallel_size
+    num_layers //= config.virtual_pipeline_model_parallel_size or 1
     torch.manual_seed(seed)
     model = GPTModel(
         config,
