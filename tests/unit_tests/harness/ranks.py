@@ -241,7 +241,11 @@ def _start_megatron(**process_group) -> None:
 
     cuda = torch.cuda.is_available()
     if cuda:
+        from megatron.core.pipeline_parallel.utils import set_streams
+
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Those of the combined schedule, which it takes for granted.
+        set_streams()
     else:
         cpu_stand_ins.install()
     torch.distributed.init_process_group("nccl" if cuda else "gloo", **process_group)

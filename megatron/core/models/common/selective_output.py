@@ -19,6 +19,7 @@ from megatron.core.models.common.output_row_selector import (
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_pg_size, unwrap_model
 
 _ARGUMENT = "output_row_selector"
@@ -42,8 +43,8 @@ def find_unsupported_setting(model: torch.nn.Module) -> Optional[OutputRowSelect
     module = unwrap_model(model)
     if _names_argument(module):
         return _find_unsupported_config(module) or _find_unsupported_output_layer(module)
-    if module is not model:
-        # Float16Module selects from the output of a model that doesn't know the argument.
+    if _is_in_float16_module(model):
+        # It selects from the output of a model that doesn't know the argument.
         return None
     return OutputRowSelectorError(
         "model",
@@ -182,10 +183,11 @@ def forward_with_output_row_selector(
     selector = output_row_selector
     if not isinstance(selector, OutputRowSelector):
         selector = OutputRowSelector(selector)
-    if any(
+    takes_any_keyword = any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD
         for parameter in inspect.signature(module.forward).parameters.values()
-    ):
+    )
+    if takes_any_keyword:
         kwargs = {**kwargs, _ARGUMENT: output_row_selector}
     output = module(*inputs, **kwargs)
     if not has_output:
@@ -194,7 +196,7 @@ def forward_with_output_row_selector(
     shape = tuple(output.shape[:2]) if isinstance(output, Tensor) and output.dim() > 2 else None
     # A selected output can only look like a full one where b = 1 and every row is selected, and
     # then it is one.
-    if shape == (1, selector.num_rows):
+    if takes_any_keyword and shape == (1, selector.num_rows):
         return output
     if shape == tuple(selector.mask.shape):
         return selector.select(output).unsqueeze(0)
@@ -210,6 +212,15 @@ def forward_with_output_row_selector(
 def _names_argument(module: torch.nn.Module) -> bool:
     """Whether a module's forward has `output_row_selector` among its named parameters."""
     return _ARGUMENT in inspect.signature(module.forward).parameters
+
+
+def _is_in_float16_module(model: torch.nn.Module) -> bool:
+    """Whether a precision wrapper is among the wrappers of a model."""
+    while not isinstance(model, Float16Module):
+        model = getattr(model, "module", None)
+        if model is None:
+            return False
+    return True
 
 
 def _check_call(labels: Optional[Tensor], inference_context: Any) -> None:
