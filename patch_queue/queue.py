@@ -263,7 +263,7 @@ class Queue:
         Raises:
             QueueError: The tree was refused; nothing was written.
         """
-        if not tree.journal.interrupted:
+        if tree.at_rest:
             settled = self._settled(tree, base, keep)  # needs no write access
             if settled:
                 return settled
@@ -421,7 +421,7 @@ class Queue:
         Raises:
             QueueError: An edit is in the way; nothing was written.
         """
-        if tree.receipt is None and not tree.journal.interrupted:
+        if tree.receipt is None and tree.at_rest:
             return Text.NOT_PATCHED.format(path=tree.root)
         with tree.locked():
             receipt = tree.receipt

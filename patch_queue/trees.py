@@ -229,6 +229,7 @@ class Tree:
             raise QueueError(Text.NOT_A_FOLDER.format(path=path))
         self.files = files or Files()
         self.journal = Journal(self.root, self.files)
+        self.lock_path = self.root / ".megatron-selective.lock"
 
     def read(self, path: str) -> Optional[bytes]:
         """The bytes of a file, None if there is none."""
@@ -271,10 +272,15 @@ class Tree:
                     raise QueueError(Text.LINK.format(path=self.root / part))
         self.journal.commit(changes)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether no run is at work on the tree, and none has left anything unfinished."""
+        return not (self.journal.folder.exists() or self.lock_path.exists())
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other runs out of the tree, and cleans up after one that was interrupted."""
-        path = self.root / ".megatron-selective.lock"
+        path = self.lock_path
         descriptor = self._take(path)
         try:
             try:
@@ -283,9 +289,11 @@ class Tree:
                 raise _not_written(self.root, error) from error
             yield
         finally:
-            with contextlib.suppress(OSError):
-                self.files.remove(path)
-            os.close(descriptor)
+            try:
+                with contextlib.suppress(OSError):
+                    self.files.remove(path)
+            finally:
+                os.close(descriptor)
 
     def _take(self, path: Path) -> int:
         while True:
