@@ -1,21 +1,23 @@
 # Copyright (c) 2026, the megatron-core-selective authors. Licensed under the Apache License, Version 2.0.
 
-"""Writes episodes.jsonl: multi-turn tool-use episodes as token ids and loss masks, as an RL rollout would leave them.
+"""Writes episodes.jsonl: tool-use episodes as token ids and loss masks, as RL rollouts leave them.
 
     pip install dashscope tiktoken
-    python examples/data/make_episodes.py            # write episodes.jsonl
-    python examples/data/make_episodes.py --check    # fail unless episodes.jsonl is what would be written
-    python examples/data/make_episodes.py --show training-log    # print an episode, model-written text in colour
+    python examples/data/make_episodes.py                        # write episodes.jsonl
+    python examples/data/make_episodes.py --check                # fail unless it is up to date
+    python examples/data/make_episodes.py --show training-log    # print one episode in colour
 
-What people and the model say is in conversations.md. What the tool answers is made here: every Python block is run, in a
-process and a directory of its own. The text is put into Qwen's chat template and tokenised with Qwen's vocabulary
-(`qwen.tiktoken`, which the dashscope package ships). The same input gives the same bytes.
+What people and the model say is in conversations.md. What the tool answers is made here: every
+Python block is run, in a process of its own and its episode's directory. The text is put into
+Qwen's chat template and tokenised with Qwen's vocabulary (`qwen.tiktoken`, which the dashscope
+package ships). The same input gives the same bytes.
 
 One line of episodes.jsonl:
 
     {"name": str, "reward": 0 or 1, "tokens": [int, …], "loss_mask": [0 or 1, …]}
 
-`loss_mask[t]` is 1 exactly where token t was written by the model, the `<|im_end|>` that closes its turn included.
+`loss_mask[t]` is 1 exactly where the model wrote token t, the `<|im_end|>` that closes its turn
+included.
 """
 
 import argparse
@@ -31,7 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator, List, Tuple
 
-import tiktoken
+try:
+    import tiktoken
+except ModuleNotFoundError:
+    raise SystemExit("The tokeniser is missing: pip install dashscope tiktoken") from None
 
 HERE = Path(__file__).resolve().parent
 CONVERSATIONS = HERE / "conversations.md"
@@ -42,7 +47,7 @@ SNIPPET_SECONDS = 20
 OUTPUT_CHARACTERS = 4000
 
 VOCABULARY_SHA256 = "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"
-# Part of the vocabulary's definition: byte pairs are merged only inside the pieces that this expression cuts.
+# Part of the vocabulary's definition: byte pairs merge only inside the pieces that this cuts.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,7 +67,8 @@ SYSTEM_PROMPT = """You solve tasks with a Python tool and correct yourself when 
 Files stay from one call to the next.
 
 <tools>
-{"name": "python", "description": "Runs a program and returns what it prints.", "parameters": {"code": "string"}}
+{"name": "python", "description": "Runs a program and returns what it prints.", \
+"parameters": {"code": "string"}}
 </tools>
 
 Call it with a JSON object between <tool_call> and </tool_call>."""
@@ -100,7 +106,11 @@ def parse_conversations(text: str) -> Iterator[Conversation]:
 
 
 def run_snippet(code: str, directory: Path) -> str:
-    """Runs `code` in `directory`, without the caller's environment and packages, and returns what it prints."""
+    """Runs `code` in `directory`, without the caller's environment and packages.
+
+    Returns:
+        What the code prints, tracebacks included.
+    """
     process = subprocess.run(
         [sys.executable, "-s", "-S", "-B", "-X", "utf8", str(RUN_SNIPPET)],
         input=code,
@@ -119,7 +129,7 @@ def run_snippet(code: str, directory: Path) -> str:
 
 
 def split_tool_call(text: str) -> Tuple[str, str]:
-    """Splits an assistant's turn into what it says and the code that it runs, which may be empty."""
+    """Splits an assistant's turn into what it says and the code that it runs, if any."""
     said, _, code = text.partition("```python\n")
     return said.strip(), code.removesuffix("```").strip()
 
@@ -168,7 +178,8 @@ def load_tokenizer() -> tiktoken.Encoding:
     digest = hashlib.sha256(content).hexdigest()
     if digest != VOCABULARY_SHA256:
         raise SystemExit(
-            f"{path} has sha256 {digest}, expected {VOCABULARY_SHA256}: another vocabulary gives other token ids."
+            f"{path} has sha256 {digest}, expected {VOCABULARY_SHA256}: "
+            "another vocabulary gives other token ids."
         )
     ranks = {}
     for line in content.splitlines():
@@ -183,7 +194,7 @@ def make_episode(conversation: Conversation, tokenizer: tiktoken.Encoding) -> di
     """Plays and tokenises one conversation; the result is one line of episodes.jsonl."""
     tokens, loss_mask = [], []
     for text, model_wrote in play(conversation):
-        # Pieces are tokenised one by one: a rollout never merges a sampled token with its surroundings.
+        # Piece by piece: a rollout never merges a sampled token with its surroundings.
         piece = tokenizer.encode(text, allowed_special="all")
         tokens += piece
         loss_mask += [int(model_wrote)] * len(piece)
@@ -206,7 +217,10 @@ def main() -> None:
 
     conversations = list(parse_conversations(CONVERSATIONS.read_text(encoding="utf-8")))
     if arguments.show:
-        show(next(c for c in conversations if c.name == arguments.show))
+        named = [c for c in conversations if c.name == arguments.show]
+        if not named:
+            parser.error("--show: one of " + ", ".join(c.name for c in conversations))
+        show(named[0])
         return
     tokenizer = load_tokenizer()
     episodes = [make_episode(conversation, tokenizer) for conversation in conversations]
@@ -214,7 +228,8 @@ def main() -> None:
     tokens = sum(len(episode["tokens"]) for episode in episodes)
     trained = sum(sum(episode["loss_mask"]) for episode in episodes)
     print(
-        f"{len(episodes)} episodes, {tokens} tokens, {trained} written by the model ({trained / tokens:.1%})"
+        f"{len(episodes)} episodes, {tokens} tokens, "
+        f"{trained} written by the model ({trained / tokens:.1%})"
     )
     if not arguments.check:
         EPISODES.write_text(text, encoding="utf-8")

@@ -2,8 +2,8 @@
 
 """The Python tool of the episodes: runs the code on standard input, prints what a model would read.
 
-An error becomes a traceback of the snippet's own frames, written here rather than by the interpreter, whose wording
-(carets, source lines) differs from one Python to the next.
+An error becomes a traceback of the snippet's own frames, written here rather than by the
+interpreter, whose wording (carets, source lines) differs from one Python to the next.
 """
 
 import linecache

@@ -3,6 +3,7 @@
 """The demo's command line: measures every way, prints the table, writes the figure."""
 
 import argparse
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -20,13 +21,15 @@ from selective_output_demo.worker import TENSOR_PARALLEL, Job
 
 EPISODES = Path(__file__).resolve().parent.parent / "data" / "episodes.jsonl"
 FEWEST_TOKENS = 4096
-# The figure's points need less care than the table, and those at high shares take longest.
+# The figure's points need less care than the table, and a share of 100 % takes long.
 SWEEP_STEPS = 1
 
 
 def main() -> None:
     """Runs the demo; a failure that has a text for the reader ends it with that text."""
     console = Console()
+    # As Ctrl-C, so that no process is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(parse_arguments(), console)
     except DemoError as error:
@@ -39,10 +42,10 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Parses and checks the command line."""
     parser = argparse.ArgumentParser(
-        description="Packs tool-use episodes into one sequence and runs a real GPTModel on it in two "
-        "processes (tensor parallel 2, sequence parallel, CPU): logits of all rows as usual, against "
-        "logits of the rows that predict model-written tokens (output_row_selector). Every way runs "
-        "in processes of its own. Prints a table, writes a figure.",
+        description="Packs tool-use episodes into one sequence and runs a real GPTModel on it in "
+        "two processes (tensor parallel 2, sequence parallel, CPU): logits of all rows as usual, "
+        "against logits of the rows that predict model-written tokens (output_row_selector). "
+        "Every way runs in processes of its own. Prints a table, writes a figure.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--episodes", type=Path, default=EPISODES, help="episodes to pack")
@@ -54,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 128")
-    parser.add_argument("--steps", type=int, default=3, help="steps of each kind for each way")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each kind")
     parser.add_argument(
         "--shares",
         type=float,
@@ -73,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
         "--figure",
         type=Path,
         default=Path("selective_output.png"),
-        help="where to write the figure",
+        help="where to write the figure, a PNG",
     )
     parser.add_argument(
         "--quick", action="store_true", help="the same as --tokens 4608 --steps 1 --shares 5 100"
@@ -87,10 +90,12 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--hidden must be a multiple of 128: heads of 64 over two ranks")
     if arguments.layers < 1 or arguments.steps < 1:
         parser.error("--layers and --steps must be at least 1")
-    if not all(0 < share <= 100 for share in arguments.shares):
-        parser.error("--shares must lie above 0 and not above 100")
+    if not all(1 <= share <= 100 for share in arguments.shares):
+        parser.error("--shares must lie between 1 and 100")
     if not arguments.episodes.is_file():
         parser.error(f"--episodes: no file {arguments.episodes}")
+    if not arguments.figure.parent.is_dir():
+        parser.error(f"--figure: no folder {arguments.figure.parent}")
     return arguments
 
 
@@ -125,10 +130,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
     ) as progress, tempfile.TemporaryDirectory() as folder:
         jobs = [full_job, own_job, *sweep.values()]
-        task = progress.add_task("", total=sum(2 * job.steps for job in jobs))
+        task = progress.add_task("", total=sum(1 + 2 * job.steps for job in jobs))
 
         def measure(label: str, job: Job) -> Measurement:
             progress.update(task, description=label)
+            if not console.is_terminal:  # where the bar shows nothing before the end
+                console.print(f"measuring {label} …", highlight=False)
             return run_pair(job, on_step=lambda: progress.advance(task))
 
         folders = {name: Path(folder, name) for name in ("full", "selected")}

@@ -12,14 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
-from selective_output_demo.worker import (
-    TENSOR_PARALLEL,
-    Failure,
-    Job,
-    RankResult,
-    Step,
-    run_rank,
-)
+from selective_output_demo.worker import TENSOR_PARALLEL, Failure, Job, RankResult, Step, run_rank
 
 SECONDS_WITHOUT_NEWS = 300
 

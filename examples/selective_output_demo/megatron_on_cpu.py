@@ -33,7 +33,7 @@ def bf16_is_fast() -> bool:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with sequence parallelism, which Megatron has only through Transformer Engine or apex.
+    """RMS norm with sequence parallelism; Megatron's is Transformer Engine's or apex's.
 
     Args:
         config (TransformerConfig): The model's configuration.

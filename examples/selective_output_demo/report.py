@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import List, Tuple
+from typing import Callable, Dict, List, Tuple
 
 import numpy
 from rich.table import Table
@@ -21,14 +21,17 @@ class Difference:
     """How far selected values are from full ones.
 
     Attributes:
-        log_prob: Largest difference of a log-prob.
+        log_prob: Largest difference of a log-prob, by kind of step.
         gradient: Largest difference of an entry of any parameter's gradient.
-        largest_gradient: Largest entry of any parameter's gradient, to judge the difference by.
+        largest_gradient: Largest entry of any parameter's gradient.
+        relative_gradient: Largest difference of an entry of a gradient, measured by the largest
+            entry of the same parameter's gradient.
     """
 
-    log_prob: float
-    gradient: float
-    largest_gradient: float
+    log_prob: Dict[str, float]
+    gradient: float = 0.0
+    largest_gradient: float = 0.0
+    relative_gradient: float = 0.0
 
 
 def compare_values(full: Path, selected: Path) -> Difference:
@@ -39,9 +42,9 @@ def compare_values(full: Path, selected: Path) -> Difference:
         selected: Folder of the selected output's.
 
     Raises:
-        DemoError: A value is not finite or all gradients are zero, so that nothing was compared.
+        DemoError: A value is not finite or a gradient is zero, so that nothing was compared.
     """
-    difference = Difference(0.0, 0.0, 0.0)
+    difference = Difference({FORWARD: 0.0, TRAINING: 0.0})
     for rank in range(TENSOR_PARALLEL):
         file = f"rank{rank}.npz"
         with numpy.load(full / file) as a, numpy.load(selected / file) as b:
@@ -51,33 +54,41 @@ def compare_values(full: Path, selected: Path) -> Difference:
                 if not (numpy.isfinite(expected).all() and numpy.isfinite(found).all()):
                     raise DemoError(f"Rank {rank}: {name} holds values that are not finite.")
                 largest = float(numpy.abs(expected - found).max())
-                if name == "log_probs":
-                    difference.log_prob = max(difference.log_prob, largest)
-                else:
-                    magnitude = float(numpy.abs(expected).max())
-                    difference.gradient = max(difference.gradient, largest)
-                    difference.largest_gradient = max(difference.largest_gradient, magnitude)
-    if difference.largest_gradient == 0:
-        raise DemoError("All gradients are zero.")
+                if name in difference.log_prob:
+                    difference.log_prob[name] = max(difference.log_prob[name], largest)
+                    continue
+                magnitude = float(numpy.abs(expected).max())
+                if magnitude == 0:
+                    raise DemoError(f"Rank {rank}: the gradient of {name} is zero.")
+                difference.gradient = max(difference.gradient, largest)
+                difference.largest_gradient = max(difference.largest_gradient, magnitude)
+                difference.relative_gradient = max(
+                    difference.relative_gradient, largest / magnitude
+                )
     return difference
 
 
+def rounding(bf16: bool) -> float:
+    """Returns what a sum over fewer rows, added up in another order, may differ by."""
+    return 2.0**-7 if bf16 else 1e-5
+
+
 def require_equal(difference: Difference, bf16: bool) -> None:
-    """Accepts differences of a rounding, since a sum over fewer rows may be added up in another order.
+    """Accepts differences of a rounding, of gradients relative to the parameter's largest entry.
 
     Raises:
-        DemoError: The difference is larger than that.
+        DemoError: A difference is larger than that.
     """
-    rounding = 2.0**-7 if bf16 else 1e-5
-    if difference.log_prob > rounding:
-        raise DemoError(
-            f"Log-probs differ by {difference.log_prob:.1e}; rounding explains {rounding:.1e}."
-        )
-    if difference.gradient > rounding * difference.largest_gradient:
-        raise DemoError(
-            f"Gradients differ by {difference.gradient:.1e}; rounding explains "
-            f"{rounding * difference.largest_gradient:.1e}."
-        )
+    allowed = rounding(bf16)
+    for name, value in (
+        *((f"log-probs ({kind})", value) for kind, value in difference.log_prob.items()),
+        ("gradients, relative to the parameter's largest,", difference.relative_gradient),
+    ):
+        if value > allowed:
+            raise DemoError(
+                f"Full and selected output disagree: {name} differ by {value:.1e}; rounding "
+                f"explains {allowed:.1e}."
+            )
 
 
 def make_table(
@@ -94,60 +105,41 @@ def make_table(
     """
     table = Table(
         title="Full output (as usual) against output_row_selector",
-        caption="Memory and logits: both tensor-parallel ranks together. Peak: the most that was "
-        "ever resident, libraries and model included; idle: the same before the first step. Time: "
-        "the median. Differences: the largest of any value; the largest gradient is "
-        f"{difference.largest_gradient:.1e}.",
+        caption="Bytes of both tensor-parallel ranks together. Peak: the most that was ever "
+        "resident, libraries and model included; idle: the same before the first step. Time: the "
+        "median step. max |Δ|: the largest difference of any value; of the gradients, whose "
+        f"largest is {difference.largest_gradient:.1e}, at most "
+        f"{difference.relative_gradient:.1e} of their parameter's largest.",
     )
     table.add_column("")
     for kind in (FORWARD, TRAINING):
         table.add_column(f"{kind}\nfull", justify="right")
         table.add_column("\nselected", justify="right", style="bold")
 
-    def add_row(label: str, *values_by_kind: Tuple[str, str]) -> None:
-        table.add_row(label, *(cell for pair in values_by_kind for cell in pair))
+    def add_row(label: str, forward: Tuple[str, str], training: Tuple[str, str]) -> None:
+        table.add_row(label, *forward, *training)
 
-    kinds = (FORWARD, TRAINING)
+    def add_sizes(label: str, forward: Tuple[float, float], training: Tuple[float, float]) -> None:
+        add_row(label, with_ratio(*forward), with_ratio(*training))
+
+    def both(of: Callable[[Measurement, str], float]) -> List[Tuple[float, float]]:
+        return [(of(full, kind), of(selected, kind)) for kind in (FORWARD, TRAINING)]
+
     add_row("packed tokens T", *[(f"{tokens:,}", f"{tokens:,}")] * 2)
     add_row("trained tokens N", *[(f"{trained:,}", f"{trained:,}")] * 2)
     add_row("rows projected", *[(f"{tokens:,}", f"{trained:,}")] * 2)
-    logits = with_ratio(full.logits_bytes / GIB, selected.logits_bytes / GIB)
-    add_row("fp32 logits, GiB", *[logits] * 2)
-    add_row(
-        "peak, GiB",
-        *(
-            with_ratio(full.peak_bytes[kind] / GIB, selected.peak_bytes[kind] / GIB)
-            for kind in kinds
-        ),
+    add_sizes("fp32 logits, GiB", *both(lambda way, kind: way.logits_bytes / GIB))
+    add_sizes("peak, GiB", *both(lambda way, kind: way.peak_bytes[kind] / GIB))
+    add_sizes(
+        "above idle, GiB", *both(lambda way, kind: (way.peak_bytes[kind] - way.idle_bytes) / GIB)
     )
-    add_row(
-        "above idle, GiB",
-        *(with_ratio(above_idle(full, kind), above_idle(selected, kind)) for kind in kinds),
-    )
-    add_row(
-        "time a step, s",
-        *(with_ratio(median(full.seconds[kind]), median(selected.seconds[kind])) for kind in kinds),
-    )
-    add_row(
-        "  its range",
-        *((spread(full.seconds[kind]), spread(selected.seconds[kind])) for kind in kinds),
-    )
-    log_prob, gradient = f"{difference.log_prob:.1e}", f"{difference.gradient:.1e}"
-    add_row("log-probs off by", ("", log_prob), ("", log_prob))
-    add_row("gradients off by", ("", ""), ("", gradient))
+    add_sizes("time a step, s", *both(lambda way, kind: median(way.seconds[kind])))
+    log_probs = [("", f"{difference.log_prob[kind]:.1e}") for kind in (FORWARD, TRAINING)]
+    add_row("max |Δ| log-prob", *log_probs)
+    add_row("max |Δ| gradient", ("", ""), ("", f"{difference.gradient:.1e}"))
     return table
-
-
-def above_idle(measurement: Measurement, kind: str) -> float:
-    """Returns what the steps of one kind added to the peak, in GiB."""
-    return (measurement.peak_bytes[kind] - measurement.idle_bytes) / GIB
 
 
 def with_ratio(full: float, selected: float) -> Tuple[str, str]:
     """Formats a full and a selected figure, the latter with how many times smaller it is."""
-    return f"{full:.2f}", f"{selected:.2f} ({full / selected:.1f} ×)"
-
-
-def spread(seconds: List[float]) -> str:
-    """Formats the range of durations."""
-    return f"{min(seconds):.2f}–{max(seconds):.2f}"
+    return f"{full:.2f}", f"{selected:.2f} ({full / selected:.1f}×)"

@@ -3,6 +3,7 @@
 """One tensor-parallel rank: builds the model, runs one way of computing log-probs, measures it."""
 
 import os
+import re
 import resource
 import signal
 import sys
@@ -18,11 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from selective_output_demo.megatron_on_cpu import (
-    PackedCausalAttention,
-    RMSNorm,
-    use_cpu_as_device,
-)
+from selective_output_demo.megatron_on_cpu import PackedCausalAttention, RMSNorm, use_cpu_as_device
 from selective_output_demo.packing import PackedSequence
 
 PADDED_VOCABULARY = 152064
@@ -42,8 +39,9 @@ class Job:
             is float32.
         layers: Number of transformer layers.
         hidden_size: Hidden size.
-        steps: Steps of each kind.
-        values_folder: Where to leave log-probs and gradients for comparison, if anywhere.
+        steps: Timed steps of each kind.
+        values_folder: Where to leave the last log-probs of each kind and all gradients, in fp32, if
+            anywhere.
     """
 
     selected: bool
@@ -59,8 +57,6 @@ class Job:
 @dataclass
 class Step:
     """Sent to the parent after every step that a rank has run."""
-
-    kind: str
 
 
 @dataclass
@@ -91,7 +87,7 @@ FORWARD, TRAINING = "forward only", "training"
 
 
 def run_rank(job: Job, rank: int, rendezvous: str, threads: int, connection: Connection) -> None:
-    """Runs `job` as one rank of two and reports over `connection`: Step, then RankResult or Failure.
+    """Runs `job` as one rank of two; sends a Step each, then a RankResult, or else a Failure.
 
     Args:
         job: What to run.
@@ -113,6 +109,8 @@ def run_rank(job: Job, rank: int, rendezvous: str, threads: int, connection: Con
         connection.send(Rank(job, rank).measure(connection.send))
         dist.barrier()
         dist.destroy_process_group()
+    except BrokenPipeError:  # the parent is gone
+        raise SystemExit(1) from None
     except Exception:
         connection.send(Failure(traceback.format_exc()))
         raise SystemExit(1) from None
@@ -140,22 +138,29 @@ class Rank:
         self.logits_bytes = 0
 
     def measure(self, report: Callable[[Any], None]) -> RankResult:
-        """Runs every step, forward only first because a peak never goes down again."""
+        """Runs every step, forward only first because a peak never goes down again.
+
+        An untimed step comes before all: it is the one that waits for memory from the system.
+        """
         idle_bytes = peak_memory()
-        peak_bytes, seconds = {}, {}
+        self.forward_step()
+        report(Step())
+        values, peak_bytes, seconds = {}, {}, {}
         for kind, step in ((FORWARD, self.forward_step), (TRAINING, self.training_step)):
             durations = []
             for _ in range(self.job.steps):
                 dist.barrier()
                 start = time.perf_counter()
-                log_probs = step()
+                values[kind] = step().numpy()
                 dist.barrier()
                 durations.append(time.perf_counter() - start)
-                report(Step(kind))
+                report(Step())
             peak_bytes[kind] = peak_memory()
             seconds[kind] = durations
         if self.job.values_folder:
-            self.save_values(log_probs)
+            for name, parameter in self.model.named_parameters():
+                values[name] = parameter.grad.float().numpy()
+            numpy.savez(self.job.values_folder / f"rank{self.rank}.npz", **values)
         return RankResult(self.logits_bytes, idle_bytes, peak_bytes, seconds)
 
     def forward_step(self) -> torch.Tensor:
@@ -189,13 +194,6 @@ class Rank:
         if self.job.selected:
             return -vocab_parallel_cross_entropy(logits, self.targets[self.rows][None])[0]
         return -vocab_parallel_cross_entropy(logits, self.targets)[self.rows]
-
-    def save_values(self, log_probs: torch.Tensor) -> None:
-        """Leaves the log-probs and all gradients in the job's folder, as fp32 arrays."""
-        values = {"log_probs": log_probs.numpy()}
-        for name, parameter in self.model.named_parameters():
-            values[name] = parameter.grad.float().numpy()
-        numpy.savez(self.job.values_folder / f"rank{self.rank}.npz", **values)
 
 
 def build_model(job: Job) -> torch.nn.Module:
@@ -256,7 +254,7 @@ def build_model(job: Job) -> torch.nn.Module:
 
 
 def initialise(model: torch.nn.Module) -> None:
-    """Fills the weight matrices, which are all sharded: each rank its own, the same on every run."""
+    """Fills the weight matrices, all sharded: each rank its own, the same on every run."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -280,5 +278,8 @@ def describe_packing(packed: PackedSequence) -> Any:
 
 def peak_memory() -> int:
     """Returns the most memory this process has ever had resident, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not ru_maxrss, which on Linux is inherited from the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 1024

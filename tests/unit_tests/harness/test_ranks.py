@@ -67,7 +67,9 @@ class TestRunOnRanks:
             assert case % 2 == 0, f"{case} is odd"
 
         call_all([0, 2], check)
-        with pytest.raises(AssertionError, match=r"2 of 4 failed:\n1: 1 is odd(.|\n)*\n3: 3 is odd"):
+        with pytest.raises(
+            AssertionError, match=r"2 of 4 failed:\n1: 1 is odd(.|\n)*\n3: 3 is odd"
+        ):
             call_all([0, 1, 2, 3], check)
 
 

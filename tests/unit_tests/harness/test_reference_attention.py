@@ -41,9 +41,9 @@ def _check_attention(attention_class, packed):
         torch.randn(sum(lengths), heads, 10, device=device(), requires_grad=True)
         for heads in (4, 2, 2)
     ]
-    tokens = tokens_of_cp_rank(
-        cu_seqlens, group.size(), group.rank(), attention_class.zigzag
-    ).to(device())
+    tokens = tokens_of_cp_rank(cu_seqlens, group.size(), group.rank(), attention_class.zigzag).to(
+        device()
+    )
     parallel_state_groups = type("Groups", (), {"cp": group})
     attention = attention_class(config, pg_collection=parallel_state_groups)
     if packed:
@@ -58,9 +58,7 @@ def _check_attention(attention_class, packed):
 
     spans = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()))
     query, key, value = whole[0], *(x.repeat_interleave(2, dim=1) for x in whole[1:])
-    expected = torch.cat(
-        [_dense_causal(query[a:b], key[a:b], value[a:b]) for a, b in spans]
-    )
+    expected = torch.cat([_dense_causal(query[a:b], key[a:b], value[a:b]) for a, b in spans])
     assert_close("context", context, expected[tokens], eps=2e-6)
 
     weights = torch.randn(expected.shape, device=device())

@@ -54,7 +54,7 @@ _LAYOUTS = {
 
 # How autograd keeps a gradient: it takes the tensor where nothing else holds it, else a copy. Under
 # the plan an all-to-all of another thread may still hold it, on the same tree now and then.
-_KEEPS_GRADIENT = ("aten.detach.", "aten.new_empty_strided.", "aten.clone.", "aten.copy_.")
+_KEEPS_GRADIENT = ("aten.detach.", "aten.new_empty_strided.", "aten.copy_.")
 
 
 class _RecordSequence(RecordOps):

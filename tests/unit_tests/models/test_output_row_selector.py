@@ -148,9 +148,7 @@ def _check_compact(cases):
         # [b s h] => [s b h] => [s/tp b h]
         hidden_states = whole.transpose(0, 1).chunk(shards)[tp_rank % shards]
         hidden_states = hidden_states.contiguous().requires_grad_()
-        selector = OutputRowSelector(
-            mask, tp_group=tp_group, sequence_parallel=sequence_parallel
-        )
+        selector = OutputRowSelector(mask, tp_group=tp_group, sequence_parallel=sequence_parallel)
         rows = selector.compact(hidden_states)
         (rows * 2).sum().backward()
         parts = [torch.empty_like(rows) for _ in range(tp_size)]
@@ -163,9 +161,7 @@ def _check_compact(cases):
         else:
             per_rank = max(-(-len(expected) // shards), 1)
             assert rows.shape == (per_rank, 1, 3)
-            padded = torch.nn.functional.pad(
-                expected, (0, 0, 0, per_rank * shards - len(expected))
-            )
+            padded = torch.nn.functional.pad(expected, (0, 0, 0, per_rank * shards - len(expected)))
             gathered = torch.cat(parts[:shards]).squeeze(1)
             assert_same_bits("rows over all ranks", gathered, padded)
         selected_here = mask.transpose(0, 1).chunk(shards)[tp_rank % shards]
@@ -192,9 +188,7 @@ class TestCompact:
                 masks = [build(batch_size, seq_length, tp_size) for build in MASKS.values()]
                 for _ in range(10):
                     density = torch.rand((), generator=generator)
-                    masks.append(
-                        torch.rand(batch_size, seq_length, generator=generator) < density
-                    )
+                    masks.append(torch.rand(batch_size, seq_length, generator=generator) < density)
                 cases += [(mask, parallel) for mask in masks for parallel in (False, True)]
         run_on_ranks(Layout(tp=tp_size), _check_compact, cases)
 
