@@ -9,7 +9,7 @@ VENV ?= .venv
 installed := $(VENV)/installed
 run := $(VENV)/bin/python
 # What the built fork is made of; any change builds it anew.
-fork_sources := setup.py patch_queue.py pyproject.toml $(shell find megatron patches -type f -not -name '*.pyc')
+fork_sources := setup.py pyproject.toml $(shell find megatron patch_queue patches -type f -not -name "*.pyc")
 
 .PHONY: help test test-all demo clean
 
