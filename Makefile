@@ -3,8 +3,14 @@
 # Every target sets itself up from a bare clone: Python 3.10 or newer, git and a C++ compiler are
 # all that it wants. PYTHON chooses the interpreter, VENV where the environment goes.
 
-PYTHON ?= python3
+# The first one that runs and fits: pyenv has a python3.12 on PATH that may refuse to start.
+fits := import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.10; do \
+	$$python -c '$(fits)' 2>/dev/null && echo $$python && exit; done; echo python3)
 VENV ?= .venv
+
+# A Megatron checkout on PYTHONPATH would be tested in place of the fork.
+unexport PYTHONPATH
 
 installed := $(VENV)/installed
 run := $(VENV)/bin/python
@@ -20,7 +26,7 @@ help:
 	@echo "make clean     remove what these targets made"
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(run) -m pip install --quiet --upgrade pip
 
 $(VENV)/requirements: requirements-dev.txt | $(VENV)/bin/python
@@ -30,6 +36,9 @@ $(VENV)/requirements: requirements-dev.txt | $(VENV)/bin/python
 $(installed): $(VENV)/requirements $(fork_sources)
 	$(run) -m pip install --quiet --force-reinstall --no-deps .
 	@touch $@
+
+# Tests run up to four ranks at once; with a thread a core each, they would fight for the cores.
+test test-all: export OMP_NUM_THREADS ?= 1
 
 test: $(installed)
 	$(run) -m pytest -m "not full and not slow" tests

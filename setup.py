@@ -91,11 +91,15 @@ def _inside(make_tree, config_settings):
 
     before = os.getcwd(), os.environ.get("PATH", "")
     choice = (config_settings or {}).get("mcore", DEFAULT_BASE)
+    if isinstance(choice, list):  # given more than once
+        choice = choice[-1]
     try:
-        tree = make_tree(BuildTrees(Queue(ROOT), choice))
-        os.environ["PATH"] = path_with_this_python()
-        os.chdir(tree)
-        yield build_meta
+        trees = BuildTrees(Queue(ROOT), choice)
+        with trees.locked():
+            tree = make_tree(trees)
+            os.environ["PATH"] = path_with_this_python()
+            os.chdir(tree)
+            yield build_meta
     except QueueError as error:
         sys.exit(f"error: {error}")
     finally:

@@ -10,6 +10,7 @@ has a fixed name: it is what Python imports afterwards, and it keeps its user's 
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,7 +24,10 @@ from patch_queue.queue import Base, Queue
 from patch_queue.texts import QueueError, Text
 from patch_queue.trees import CORE, RECEIPT, VERSION_FILE, Tree
 
-LEFT_OUT = (".git", "build", "dist", "tests", "*.egg-info", "__pycache__", ".venv")
+# What upstream's build reads of a checkout. The rest may be data of any size.
+ROOT_FILES = ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+# An extension that an image has built would hide that ours wasn't.
+LEFT_OUT = ("__pycache__", "*.pyc", "helpers_cpp*.so")
 
 
 def fetch(base: Base, folder: Optional[Path] = None) -> Path:
@@ -76,9 +80,11 @@ def _download(base: Base, target: Path) -> None:
         requirements.write_text(
             f"megatron-core=={base.name} --hash=sha256:{base.sdist['sha256']}\n"
         )
-        # pip runs the metadata hook of what it downloads. All that this hook of upstream's needs
-        # is here, and an environment of its own for it would be downloaded as well.
-        options = ["--no-deps", "--no-build-isolation", "--no-binary=megatron-core", "--quiet"]
+        # pip runs the metadata hook of what it downloads. In a build all that this hook of
+        # upstream's needs is here, and an environment of its own for it would be downloaded too.
+        options = ["--no-deps", "--no-binary=megatron-core", "--quiet"]
+        if all(map(importlib.util.find_spec, ("setuptools", "pybind11", "packaging"))):
+            options.append("--no-build-isolation")
         run = subprocess.run(
             [sys.executable, "-m", "pip", "download", *options]
             + [f"--dest={folder}", f"--requirement={requirements}"],
@@ -165,16 +171,15 @@ class BuildTrees:
 
     def for_wheel(self) -> Path:
         """Makes the tree for a wheel or an sdist, unless it is there; returns its root."""
-        with self._locked():
-            target = self.folder / f"{self.base.name}-{self._key()}"
-            if not target.exists():  # renamed last, so it is whole
-                for old in self.folder.glob(f"{self.base.name}-*"):
-                    shutil.rmtree(old)
-                with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-                    made = self._make(Path(folder))
-                    (made / RECEIPT).unlink(missing_ok=True)  # pip's own record is enough there
-                    os.replace(made, target)
-            return target
+        target = self.folder / f"{self.base.name}-{self._key()}"
+        if not target.exists():  # renamed last, so it is whole
+            for old in self.folder.glob(f"{self.base.name}-*"):
+                shutil.rmtree(old)
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                made = self._make(Path(folder))
+                (made / RECEIPT).unlink(missing_ok=True)  # pip's own record is enough there
+                os.replace(made, target)
+        return target
 
     def for_editable(self) -> Path:
         """Makes the tree that an editable install imports, or brings it up to date.
@@ -185,32 +190,38 @@ class BuildTrees:
         Raises:
             QueueError: It holds other patches by now than the repository.
         """
-        with self._locked():
-            target = self.folder / f"editable-{self.base.name}"
-            if not target.exists():
-                with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-                    os.replace(self._make(Path(folder)), target)
-            elif self.queue.inspect(Tree(target), self.base.name).kind == "other":
-                raise QueueError(Text.EDITABLE_OLD.format(path=target))
-            else:
-                self.queue.patch(Tree(target), base=self.base.name, keep=True)
-            for path in self.queue.overlay(self.base):
-                (target / path).unlink(missing_ok=True)
-                (target / path).symlink_to(self.queue.root / path)
-            return target
+        target = self.folder / f"editable-{self.base.name}"
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                os.replace(self._make(Path(folder)), target)
+        elif self.queue.inspect(Tree(target), self.base.name).kind == "other":
+            raise QueueError(Text.EDITABLE_OLD.format(path=target))
+        else:
+            self.queue.patch(Tree(target), base=self.base.name, keep=True)
+        for path in self.queue.overlay(self.base):
+            (target / path).unlink(missing_ok=True)
+            (target / path).symlink_to(self.queue.root / path)
+        return target
 
     def _make(self, folder: Path) -> Path:
         """A patched tree with our version, somewhere in `folder`."""
         if self.checkout:
+            # Worked out on the checkout itself, so that a refusal names it.
+            changes = self.queue.changes(Tree(self.checkout))
             tree = folder / "checkout"
             ignored = shutil.ignore_patterns(*LEFT_OUT)
-            shutil.copytree(self.checkout, tree, symlinks=True, ignore=ignored)
+            shutil.copytree(self.checkout / "megatron", tree / "megatron", ignore=ignored)
+            for name in (*ROOT_FILES, RECEIPT):
+                if (self.checkout / name).is_file():
+                    shutil.copyfile(self.checkout / name, tree / name)
+            Tree(tree).commit(changes)
         else:
             tree = unpack(fetch(self.base), folder)
-        self.queue.patch(Tree(tree), base=self.base.name)
+            self.queue.patch(Tree(tree), base=self.base.name)
         version = tree / VERSION_FILE
-        with version.open("a") as file:
-            file.write(f"\n__version__ += '+selective.{self.queue.selective}'\n")
+        # Later versions of upstream append the commit of whatever repository encloses them.
+        text = version.read_text().replace("'NO_VCS_VERSION', '0'", "'NO_VCS_VERSION', '1'")
+        version.write_text(f"{text}\n__version__ += '+selective.{self.queue.selective}'\n")
         return tree
 
     def _key(self) -> str:
@@ -221,10 +232,10 @@ class BuildTrees:
         # The code that makes it, too.
         parts += [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
         if self.checkout:
-            files = sorted(self.checkout.glob("*"))
+            files = [self.checkout / name for name in (*ROOT_FILES, RECEIPT)]
             files += sorted((self.checkout / "megatron").rglob("*"))
             files = [path for path in files if path.is_file() and path.suffix != ".pyc"]
-            parts += [str(path).encode() + path.read_bytes() for path in files]
+            parts += [part for path in files for part in (str(path).encode(), path.read_bytes())]
         else:
             parts.append(self.base.sdist["sha256"].encode())
         whole = hashlib.sha256()
@@ -233,8 +244,8 @@ class BuildTrees:
         return whole.hexdigest()[:16]
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keeps two builds of one repository apart."""
+    def locked(self) -> Iterator[None]:
+        """Keeps two builds of one repository apart, from making a tree to building in it."""
         self.folder.mkdir(exist_ok=True)
         with open(self.folder / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -32,7 +32,10 @@ def status_of_import(queue: Queue, search_path: Sequence[str]) -> Tuple[bool, st
         text = Text.NOT_INSTALLED.format(python=sys.executable, root=queue.root)
         return False, text
     first, how = origins[0]
-    installed = _installed_version(search_path)
+    # A checkout may hold an egg-info of its own, which says nothing of what is installed.
+    hides = how in (PYTHONPATH, CURRENT_FOLDER)
+    others = [entry for entry in search_path if Path(entry or ".").resolve() != first]
+    installed = _installed_version(others if hides else search_path)
     try:
         patched, state = queue.status(Tree(first), in_place=how != INSTALLED)
     except QueueError as error:
@@ -41,7 +44,7 @@ def status_of_import(queue: Queue, search_path: Sequence[str]) -> Tuple[bool, st
     text = Text.COMES_FROM.format(
         tree=first, how=how, version=version if patched else f"stock {version}"
     )
-    if installed and how in (PYTHONPATH, CURRENT_FOLDER):
+    if installed and hides:
         text += Text.SHADOWED.format(installed=installed)
     return patched, f"{text}: {state}"
 

@@ -22,6 +22,7 @@ from patch_queue.patches import (
     git,
     git_refusal,
     make_diff,
+    read_file,
     scratch,
     sha256,
 )
@@ -282,6 +283,18 @@ class Queue:
             overlay=len(receipt.overlay),
         )
 
+    def changes(self, tree: Tree) -> Contents:
+        """What `patch` would write into a tree, keeping later edits; nothing is written.
+
+        Raises:
+            QueueError: As `patch`.
+        """
+        if tree.journal.interrupted:
+            raise QueueError(Text.INTERRUPTED.format(path=tree.root))
+        if self._settled(tree, None, keep=True):
+            return {}
+        return self.plan(tree, None, unverified=False, pristine=lambda base: None)[0]
+
     def _settled(self, tree: Tree, base: Optional[str], keep: bool) -> Optional[str]:
         """The answer for a tree that was patched before; None if there is something to do."""
         condition = self.inspect(tree, base)
@@ -394,12 +407,14 @@ class Queue:
         report = []
         with scratch({path: tree.read(path) for path in found.files}) as folder:
             for patch in found.patches:
+                # Hunks that fit move the lines below them, so the file is read before.
+                texts = {path: read_file(folder / path) or b"" for path in patch.files}
                 options = ["--reject", "--whitespace=nowarn"]
                 run = git(folder, "apply", *options, "-", stdin=patch.text)
                 rejects = [path for path in patch.files if (folder / f"{path}.rej").exists()]
                 for path in rejects:
                     hunks = (folder / f"{path}.rej").read_text(errors="replace")
-                    here = (folder / path).read_text(errors="replace").splitlines()
+                    here = texts[path].decode(errors="replace").splitlines()
                     report += _compare_hunks(patch.name, path, hunks, here)
                     (folder / f"{path}.rej").unlink()
                 if run.returncode and not rejects:

@@ -163,6 +163,9 @@ class Text:
         "-C mcore={value} is neither a base ({pins}) nor the root of a Megatron checkout: it has no"
         " megatron/core/__init__.py."
     )
+    INTERRUPTED = (
+        "{path} is half patched, a run was interrupted. Run `python setup.py patch {path}`."
+    )
     NO_HELPERS = (
         "helpers_cpp was not built ({reason}). Install g++, or set MCORE_NO_HELPERS=1 to build"
         " without it; GPT datasets will not import."
