@@ -46,6 +46,14 @@ def install() -> None:
     _install_megatron()
 
 
+def install_missing_name() -> None:
+    """Defines what the router of 0.16.1 reads and imports along with Transformer Engine only."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def _install_devices() -> None:
     # Megatron allocates on `torch.cuda.current_device()`: a name of a device will do.
     torch.cuda.current_device = lambda: "cpu"
@@ -106,14 +114,10 @@ def _install_collectives() -> None:
 def _install_megatron() -> None:
     from megatron.core.pipeline_parallel.utils import set_streams
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
 
     # It sets the state of a CUDA generator that does not exist; see _install_random_states.
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: (
         torch.set_rng_state(new_state)
     )
-    # The router of 0.16.1 reads a name that is imported along with Transformer Engine only.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     # The combined schedule's two streams.
     set_streams(NoStream(), NoStream())

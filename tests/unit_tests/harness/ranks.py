@@ -248,6 +248,7 @@ def _start_megatron(**process_group) -> None:
         set_streams()
     else:
         cpu_stand_ins.install()
+    cpu_stand_ins.install_missing_name()
     torch.distributed.init_process_group("nccl" if cuda else "gloo", **process_group)
 
 

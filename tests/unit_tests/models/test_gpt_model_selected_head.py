@@ -55,7 +55,7 @@ def _check_unselected_rows(sequence_parallel, tied):
 
         def run_with(fill):
             hook = model.decoder.register_forward_hook(
-                lambda module, args, output: output.where(keep, fill)
+                lambda module, args, output: output.where(keep, fill).contiguous()
             )
             result = _forward_backward(model, batch, mask)
             hook.remove()

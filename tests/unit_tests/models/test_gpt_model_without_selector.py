@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.utils._pytree import tree_leaves
 
 import megatron.core
+from megatron.core import parallel_state
 from tests.unit_tests.harness.compare import assert_same_bits, assert_same_gradients
 from tests.unit_tests.harness.mamba import PATTERN, make_mamba_model
 from tests.unit_tests.harness.models import (
@@ -122,6 +123,8 @@ def _save_runs(settings, folder):
         if "num_moe_experts" in settings and isinstance(model, GPTModel):
             calls["logits of the plan"] = lambda: _run_plan(model, batch)
         for call, run in calls.items():
+            # It grows with what it was used for, and workers of this tree have run other tests.
+            parallel_state.get_global_memory_buffer().buffer.clear()
             with _RecordSequence() as record:
                 output = run()
             runs[f"{call} of {name}"] = dict(

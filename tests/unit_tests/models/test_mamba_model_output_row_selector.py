@@ -120,7 +120,7 @@ def _check_unselected_rows(sequence_parallel):
 
         def run_with(fill):
             hook = model.decoder.register_forward_hook(
-                lambda module, args, output: output.where(keep, fill)
+                lambda module, args, output: output.where(keep, fill).contiguous()
             )
             logits = model(**batch, output_row_selector=mask)
             hook.remove()
