@@ -12,12 +12,12 @@ from typing import Dict, List, Tuple
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from tests.unit_tests.harness.compare import assert_same_bits, assert_same_gradients
 from tests.unit_tests.harness.models import (
     MASKS,

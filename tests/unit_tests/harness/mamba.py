@@ -5,6 +5,7 @@
 from unittest import mock
 
 import torch
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.mamba import MambaModel
@@ -13,7 +14,6 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
 from tests.unit_tests.harness.models import VOCAB_SIZE, RMSNorm, device
 
 # Attention and MLP in turn: the config needs a layer for each.

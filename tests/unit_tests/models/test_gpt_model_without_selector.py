@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 from torch.utils._pytree import tree_leaves
 
 import megatron.core
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 from tests.unit_tests.harness.compare import assert_same_bits, assert_same_gradients
 from tests.unit_tests.harness.mamba import PATTERN, make_mamba_model
 from tests.unit_tests.harness.models import (

@@ -10,11 +10,11 @@ import math
 
 import pytest
 import torch
-from megatron.core.transformer.module import Float16Module
 
 from megatron.core import parallel_state
 from megatron.core.models.common.output_row_selector import OutputRowSelectorError
 from megatron.core.models.common.selective_output import find_unsupported_setting
+from megatron.core.transformer.module import Float16Module
 from tests.unit_tests.harness.compare import assert_close, assert_same_bits, assert_same_gradients
 from tests.unit_tests.harness.mamba import PATTERN, make_mamba_model
 from tests.unit_tests.harness.models import (

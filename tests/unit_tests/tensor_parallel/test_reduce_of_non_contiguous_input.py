@@ -8,12 +8,12 @@ gradients of all but this rank's part of the vocabulary are missing, without an 
 
 import pytest
 import torch
+
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-
-from megatron.core import parallel_state
 from tests.unit_tests.harness.compare import assert_same_bits
 from tests.unit_tests.harness.models import device
 from tests.unit_tests.harness.ranks import Layout, call_all, run_on_ranks

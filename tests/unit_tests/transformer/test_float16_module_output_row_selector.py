@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.module import Float16Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.output_row_selector import (
     OutputRowSelector,
     OutputRowSelectorError,
 )
 from megatron.core.models.common.selective_output import find_unsupported_setting
+from megatron.core.transformer.module import Float16Module
 from tests.unit_tests.harness.compare import assert_same_bits, assert_same_gradients
 from tests.unit_tests.harness.models import (
     HIDDEN_SIZE,
