@@ -112,6 +112,14 @@ class _ReturnsWithKeywords(_Returns):
         return super().forward(input_ids)
 
 
+class _ReturnsLoss(_Returns):
+    """The same, of a forward that labels can be passed to by position."""
+
+    def forward(self, input_ids, labels=None):
+        """Counts its calls."""
+        return super().forward(input_ids)
+
+
 class _RowsOfLogits(TorchDispatchMode):
     """Notes of how many rows the logits are that operators return, by dtype."""
 
@@ -380,7 +388,11 @@ def _check_refused_calls():
 
     def check(model_class):
         config = make_config(bf16=True)
-        for setting in ("labels", "inference_context"):
+        for argument, setting in (
+            ("labels", "labels"),
+            ("inference_context", "inference_context"),
+            ("inference_params", "inference_context"),
+        ):
             if model_class is None:
                 wrapped = Float16Module(config, make_gpt_model(config))
                 call = partial(wrapped, **batch)
@@ -388,7 +400,7 @@ def _check_refused_calls():
                 wrapped = _make_half(_logits(2, SEQ_LENGTH), model_class)
                 call = partial(wrapped, batch["input_ids"])
             _assert_refused(
-                setting, partial(call, output_row_selector=mask, **{setting: batch["input_ids"]})
+                setting, partial(call, output_row_selector=mask, **{argument: batch["input_ids"]})
             )
             assert not getattr(wrapped.module, "calls", 0)
         wrapped = _make_half(_logits(2, SEQ_LENGTH), model_class or _ReturnsWithKeywords)
@@ -398,6 +410,10 @@ def _check_refused_calls():
             assert not wrapped.module.calls
 
     call_all([None, _ReturnsWithKeywords, _Returns], check)
+    wrapped = _make_half(_logits(2, SEQ_LENGTH), _ReturnsLoss)
+    call = partial(wrapped, batch["input_ids"], batch["input_ids"], output_row_selector=mask)
+    _assert_refused("labels", call)
+    assert not wrapped.module.calls
 
 
 class TestRefusals:

@@ -179,13 +179,15 @@ def forward_with_output_row_selector(
     if _names_argument(module):
         return module(*inputs, output_row_selector=output_row_selector, **kwargs)
 
-    _check_call(kwargs.get("labels"), kwargs.get("inference_context"))
+    parameters = inspect.signature(module.forward).parameters
+    given = {**dict(zip(parameters, inputs)), **kwargs}  # arguments may come by position, too
+    context = given.get("inference_context")
+    _check_call(given.get("labels"), given.get("inference_params") if context is None else context)
     selector = output_row_selector
     if not isinstance(selector, OutputRowSelector):
         selector = OutputRowSelector(selector)
     takes_any_keyword = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in inspect.signature(module.forward).parameters.values()
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
     )
     if takes_any_keyword:
         kwargs = {**kwargs, _ARGUMENT: output_row_selector}
