@@ -4,7 +4,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple, Optional
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.linear_log_prob.keep_set import KeptIds
-from megatron.core.fusions.linear_log_prob.matrix_products import project
+from megatron.core.fusions.linear_log_prob.matrix_products import multiply
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Logits:
     softcap: Optional[float]
     rounds: bool
     entropy: bool
+
+    def part(self, start: int, end: int) -> "Logits":
+        """The same for a range of this rank's columns."""
+        columns = min(max(self.columns - start, 0), end - start)
+        return replace(self, columns=columns, vocab_start=self.vocab_start + start)
 
 
 @dataclass(frozen=True)
@@ -141,12 +146,8 @@ class RowBackend(ABC):
             kept_logits (Tensor, optional): `[K]` fp32, to which the logits of kept ids are
                 written at the ids' places; with kept ids only.
         """
-        project(hidden, weight, logits)
+        multiply(hidden, weight.t(), logits)
         self.take_statistics(logits, bias, rows, how, statistics, kept_logits)
-
-    def project_again(self, hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
-        """Projects a chunk of rows to the same bits as :meth:`project_rows` did."""
-        project(hidden, weight, logits)
 
     def new_kept_logits(self, rows: Rows) -> Optional[Tensor]:
         """Memory `[K]` for the logits of kept ids, where this backend wants them in backward."""

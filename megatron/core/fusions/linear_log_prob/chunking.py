@@ -3,82 +3,129 @@
 """How rows are divided: what is projected at once, kept for backward and projected again."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Iterator, Tuple
 
-# Logits that the working chunk may take whatever the budget is, less the row statistics.
+# Bytes that the working memory may take whatever the budget is, less the row statistics.
 CHUNK_BYTES = 2**28
 _ROW_STATE_BYTES = 64
-# Rows of a tile of the projection: a chunk that isn't a multiple leaves part of a wave idle.
+# Rows and columns of a tile of a matrix product: what isn't a multiple leaves part of one idle.
 _TILE_ROWS = 128
-# Each part of backward reads and writes the fp32 weight gradient once, v * h * 8 bytes. At 4 TB/s
-# and 700 TFLOP/s the projection of this many rows, 2 * v * h operations each, takes as long.
-_PART_COST_ROWS = 700
-# From here on a larger working chunk saves less than the logits it displaces.
-_MAX_CHUNKS_A_PART = 3
+_TILE_COLUMNS = 256
+# A gradient that is added to goes through memory, 8 bytes an element, at 4 TB/s, while a product
+# does 2 operations at 700 TFLOP/s: reading and writing a row of h elements once takes as long as
+# this many logits of a row take to project.
+_PASS_COST = 700
+# From here on, more working memory saves less than the logits that it displaces.
+_MAX_WORKING_CHUNKS = 3
+_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Division of N rows.
+    """Division of N rows of v / tp columns.
 
-    The projection's chunks are the same with and without gradients and in recomputation, so that
-    its results are the same bits: a matrix product of another size may round otherwise.
+    The projection's chunks are the same with and without gradients, so that its results are the
+    same bits: a matrix product of another size may round otherwise.
+
+    Backward works on tiles of the logits that are not kept, a block of rows by a slice of
+    columns. Every block is a pass over the gradient of the weight, every slice one over that of
+    the block's hidden states, which is much smaller where rows are fewer than the vocabulary.
 
     Attributes:
         num_rows (int): Number N of rows.
         chunk_rows (int): Rows that are projected at once.
         kept_rows (int): Rows from the first on whose logits are kept, whole chunks or all.
-        part_rows (int): Rows whose logits are projected again before backward uses them at once.
+        block_rows (int): Rows of a tile.
+        slice_columns (int): Columns of a tile.
     """
 
     num_rows: int
     chunk_rows: int
     kept_rows: int
-    part_rows: int
+    block_rows: int
+    slice_columns: int
 
-    def chunks(self, start: int, end: int) -> Iterator[Tuple[int, int]]:
-        """The chunks of a range of rows that starts with a chunk."""
-        for first in range(start, end, self.chunk_rows):
-            yield first, min(first + self.chunk_rows, end)
+    def chunks(self) -> Iterator[Tuple[int, int]]:
+        """Ranges of rows of the projection's chunks."""
+        return _ranges(0, self.num_rows, self.chunk_rows)
 
-    def parts(self) -> Iterator[Tuple[int, int]]:
-        """What backward works on at once: the kept rows, then parts of the others."""
-        if self.kept_rows:
-            yield 0, self.kept_rows
-        for first in range(self.kept_rows, self.num_rows, self.part_rows):
-            yield first, min(first + self.part_rows, self.num_rows)
+    def kept_chunks(self) -> Iterator[Tuple[int, int]]:
+        """Those of them that are kept."""
+        return _ranges(0, self.kept_rows, self.chunk_rows)
+
+    def blocks(self) -> Iterator[Tuple[int, int]]:
+        """Ranges of rows of backward's tiles."""
+        return _ranges(self.kept_rows, self.num_rows, self.block_rows)
+
+    def slices(self, columns: int) -> Iterator[Tuple[int, int]]:
+        """Ranges of columns of backward's tiles."""
+        return _ranges(0, columns, self.slice_columns)
+
+    @property
+    def num_blocks(self) -> int:
+        """What backward works on one after the other: the kept rows, then each block."""
+        return (self.kept_rows > 0) + _ceil(self.num_rows - self.kept_rows, self.block_rows)
 
 
-def plan_chunks(num_rows: int, row_bytes: int, budget: int) -> ChunkPlan:
-    """Divides rows so that the logits in memory never exceed the budget or one chunk.
+@lru_cache(maxsize=1024)
+def plan_chunks(
+    num_rows: int, row_bytes: int, budget: int, *, columns: int, hidden_size: int, itemsize: int
+) -> ChunkPlan:
+    """Divides rows so that the logits in memory never exceed the budget or the working memory.
 
     Args:
         num_rows (int): Number N of rows.
         row_bytes (int): Bytes that the logits of a row take.
-        budget (int): Bytes for kept logits and the working chunk together.
+        budget (int): Bytes for kept logits and the working memory together.
+        columns (int): Columns v / tp.
+        hidden_size (int): Hidden size h.
+        itemsize (int): Bytes of a logit.
 
     Returns:
         ChunkPlan: All rows kept where they fit. Otherwise the budget is shared out between kept
-            rows, which save a projection, and the working chunk, whose size saves passes over
-            the weight gradient, at the least cost.
+            rows, which save a projection, and the working memory, whose size saves passes over
+            the gradients, at the least cost.
     """
-    chunk_rows = max((CHUNK_BYTES - num_rows * _ROW_STATE_BYTES) // row_bytes, 1)
-    if chunk_rows > _TILE_ROWS:
-        chunk_rows -= chunk_rows % _TILE_ROWS
+    working_bytes = max(CHUNK_BYTES - num_rows * _ROW_STATE_BYTES, row_bytes)
+    chunk_rows = _align(working_bytes // row_bytes, _TILE_ROWS)
     if num_rows * row_bytes <= budget:
-        return ChunkPlan(num_rows, chunk_rows, kept_rows=num_rows, part_rows=chunk_rows)
+        return ChunkPlan(num_rows, chunk_rows, num_rows, chunk_rows, columns)
 
     chunks_in_budget = max(budget // (chunk_rows * row_bytes), 1)
-    best_cost, best_plan = None, None
-    for chunks in range(1, min(chunks_in_budget, _MAX_CHUNKS_A_PART) + 1):
-        plan = ChunkPlan(
-            num_rows,
-            chunk_rows,
-            kept_rows=(chunks_in_budget - chunks) * chunk_rows,
-            part_rows=chunks * chunk_rows,
-        )
-        again = num_rows - plan.kept_rows
-        cost = again - (-again // plan.part_rows) * _PART_COST_ROWS
-        if best_cost is None or cost < best_cost:
-            best_cost, best_plan = cost, plan
-    return best_plan
+    best = None
+    for chunks in range(1, min(chunks_in_budget, _MAX_WORKING_CHUNKS) + 1):
+        kept_rows = (chunks_in_budget - chunks) * chunk_rows
+        again = num_rows - kept_rows
+        for slices in _SLICES:
+            slice_columns = columns
+            # Of several slices the gradient of hidden states is added up, in fp32.
+            bytes_a_row = row_bytes
+            if slices > 1:
+                slice_columns = _align(_ceil(columns, slices) + _TILE_COLUMNS - 1, _TILE_COLUMNS)
+                bytes_a_row = slice_columns * itemsize + hidden_size * 4
+            block_rows = _align(chunks * working_bytes // bytes_a_row, _TILE_ROWS)
+            if not block_rows or slice_columns > columns:
+                continue
+            block_rows = min(block_rows, again)
+            passes = _ceil(again, block_rows) * columns
+            if slices > 1:
+                passes += _ceil(columns, slice_columns) * again
+            cost = again * columns + passes * _PASS_COST
+            if best is None or cost < best[0]:
+                best = cost, ChunkPlan(num_rows, chunk_rows, kept_rows, block_rows, slice_columns)
+    return best[1]
+
+
+def _ranges(start: int, end: int, step: int) -> Iterator[Tuple[int, int]]:
+    for first in range(start, end, max(step, 1)):
+        yield first, min(first + step, end)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _align(number: int, unit: int) -> int:
+    """The largest multiple that is not larger, or the number itself below one unit."""
+    return number - number % unit if number > unit else number

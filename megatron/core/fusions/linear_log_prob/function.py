@@ -17,6 +17,7 @@ from megatron.core.fusions.linear_log_prob.backend import (
     Rows,
     count_fields,
 )
+from megatron.core.fusions.linear_log_prob.backward_pass import BackwardPass
 from megatron.core.fusions.linear_log_prob.chunking import ChunkPlan, plan_chunks
 from megatron.core.fusions.linear_log_prob.keep_set import KeptIds
 from megatron.core.fusions.linear_log_prob.weight_gradient import WeightGradient
@@ -90,23 +91,21 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inverse_temperature, kept, main_grad, settings):
         """Forward."""
-        ctx.set_materialize_grads(False)
         with _on_device_without_autocast(hidden):
             rows = Rows(targets, inverse_temperature, kept)
             total_hidden, compute_weight = _operands(hidden, weight, settings)
-            plan = _plan(targets.numel(), weight.size(0), settings)
+            plan = _plan(targets.numel(), weight, settings)
             statistics = _new_statistics(rows, settings)
             kept_logits = settings.backend.new_kept_logits(rows)
-            logits = None
+            logits = buffer = None
             if plan.kept_rows:
-                logits = _new_logits(plan.kept_rows, weight, settings)
-            buffer = None
-            for start, end in plan.chunks(0, plan.num_rows):
+                logits = _new_logits(plan.kept_rows, weight.size(0), hidden.device, settings)
+            for start, end in plan.chunks():
                 if start < plan.kept_rows:
                     chunk = logits[start:end]
                 else:
                     if buffer is None:
-                        buffer = _new_logits(end - start, weight, settings)
+                        buffer = _new_logits(end - start, weight.size(0), hidden.device, settings)
                     chunk = buffer[: end - start]
                 settings.backend.project_rows(
                     total_hidden[start:end],
@@ -127,7 +126,7 @@ class _LinearLogProb(torch.autograd.Function):
             bias,
             targets,
             inverse_temperature,
-            *(results.normalizers),
+            *results.normalizers,
             *((kept.starts, kept.ends, kept.ids) if kept is not None else (None,) * 3),
             kept_logits,
             logits,
@@ -140,7 +139,8 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.weight = weight
         ctx.main_grad = main_grad
         # Backward turns the kept logits into their gradient, so a second one can't use them.
-        ctx.logits_are_kept = True
+        ctx.logits_are_intact = True
+        ctx.set_materialize_grads(False)
         if results.entropy is not None and not settings.entropy_gradient:
             ctx.mark_non_differentiable(results.entropy)
         return results.log_prob, results.entropy
@@ -154,63 +154,39 @@ class _LinearLogProb(torch.autograd.Function):
         kept = None if starts is None else KeptIds(starts, ends, ids, *ctx.keep_options)
         settings, plan = ctx.settings, ctx.plan
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        rows = Rows(targets, inverse_temperature, kept)
         with _on_device_without_autocast(hidden):
             total_hidden, compute_weight = _operands(hidden, weight, settings)
-            grad_log_prob, grad_entropy = _as_rows(grad_log_prob), _as_rows(grad_entropy)
-            parts = list(plan.parts())
-            grad_hidden = weight_gradient = grad_bias = handle = None
-            if needs_hidden:
-                grad_hidden = torch.empty(
-                    total_hidden.shape, dtype=total_hidden.dtype, device=hidden.device
-                )
+            weight_gradient = None
             if needs_weight:
-                weight_gradient = WeightGradient(ctx.weight, ctx.main_grad, len(parts))
-            if needs_bias:
-                grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-            buffer = None
-            for start, end in parts:
-                if start < plan.kept_rows:
-                    # Not by its own name: the version counter would call the saved tensor stale.
-                    part, projected = logits.data, ctx.logits_are_kept
-                    ctx.logits_are_kept = False
-                else:
-                    if buffer is None:
-                        buffer = _new_logits(end - start, weight, settings)
-                    part, projected = buffer[: end - start], False
-                if not projected:
-                    for first, last in plan.chunks(start, end):
-                        settings.backend.project_again(
-                            total_hidden[first:last],
-                            compute_weight,
-                            part[first - start : last - start],
-                        )
-                grad_logits = settings.backend.grad_logits(
-                    part,
-                    bias,
-                    rows.part(start, end),
-                    settings.logits,
-                    normalizers.part(start, end),
-                    None if grad_log_prob is None else grad_log_prob[start:end],
-                    None if grad_entropy is None else grad_entropy[start:end],
-                    kept_logits,
-                    settings.compute_dtype,
+                weight_gradient = WeightGradient(
+                    ctx.weight, ctx.main_grad, plan.num_blocks, settings.compute_dtype
                 )
-                if needs_hidden:
-                    torch.mm(grad_logits, compute_weight, out=grad_hidden[start:end])
-                    if end == plan.num_rows:
-                        # The last product with hidden states runs beside the reduction.
-                        grad_hidden, handle = _start_reduction(grad_hidden, settings)
-                if needs_weight:
-                    weight_gradient.add(grad_logits, total_hidden[start:end])
-                if needs_bias:
-                    grad_bias += grad_logits.sum(0, dtype=torch.float32)
-            if handle is not None:
-                handle.wait()
+            work = BackwardPass(
+                backend=settings.backend,
+                how=settings.logits,
+                hidden=total_hidden,
+                weight=compute_weight,
+                bias=bias,
+                rows=Rows(targets, inverse_temperature, kept),
+                normalizers=normalizers,
+                kept_logits=kept_logits,
+                grad_log_prob=grad_log_prob,
+                grad_entropy=grad_entropy,
+                weight_gradient=weight_gradient,
+                needs_hidden=needs_hidden,
+                needs_bias=needs_bias,
+            )
+            reduction = _Reduction(settings)
+            if plan.kept_rows:
+                # Not by its own name: the version counter would call the saved tensor stale.
+                _use_kept_rows(work, plan, logits.data, ctx.logits_are_intact, reduction)
+                ctx.logits_are_intact = False
+            _use_other_rows(work, plan, settings, reduction)
+            grad_hidden = reduction.finish(work.grad_hidden)
             return (
-                None if grad_hidden is None else grad_hidden.to(hidden.dtype).view(hidden.shape),
+                None if grad_hidden is None else grad_hidden.to(hidden.dtype),
                 None if weight_gradient is None else weight_gradient.finish(),
-                None if grad_bias is None else grad_bias.to(bias.dtype),
+                None if work.grad_bias is None else work.grad_bias.to(bias.dtype),
                 None,
                 None,
                 None,
@@ -219,17 +195,92 @@ class _LinearLogProb(torch.autograd.Function):
             )
 
 
-@contextlib.contextmanager
-def _on_device_without_autocast(tensor: Tensor):
+def _use_kept_rows(
+    work: BackwardPass, plan: ChunkPlan, logits: Tensor, intact: bool, reduction: "_Reduction"
+) -> None:
+    """Backward of the rows whose logits were kept, all at once."""
+    rows, columns = logits.shape
+    if not intact:
+        for start, end in plan.kept_chunks():
+            work.project(logits[start:end], start, end, 0, columns)
+    gradient = work.grad_logits(logits, 0, rows, 0, columns)
+    out = None if work.grad_hidden is None else work.grad_hidden[:rows]
+    work.multiply_into_hidden(gradient, out, 0, columns)
+    if rows == plan.num_rows:
+        reduction.start(work.grad_hidden)
+    work.add_to_weight(gradient, 0, rows, 0, columns)
+
+
+def _use_other_rows(
+    work: BackwardPass, plan: ChunkPlan, settings: Settings, reduction: "_Reduction"
+) -> None:
+    """Backward of the other rows, projected again tile by tile."""
+    buffer = total = None
+    columns = work.num_columns
+    slices = list(plan.slices(columns))
+    for start, end in plan.blocks():
+        if buffer is None:
+            buffer = _new_logits(end - start, plan.slice_columns, work.device, settings)
+            if len(slices) > 1:
+                total = work.new_hidden_total(end - start)
+        out = None if work.grad_hidden is None else work.grad_hidden[start:end]
+        block_total = out if total is None else total[: end - start]
+        for first, last in slices:
+            logits = buffer[: end - start, : last - first]
+            work.project(logits, start, end, first, last)
+            gradient = work.grad_logits(logits, start, end, first, last)
+            work.multiply_into_hidden(gradient, block_total, first, last, add=first > 0)
+            if last == columns:
+                if total is not None:
+                    out.copy_(block_total)
+                if end == plan.num_rows:
+                    reduction.start(work.grad_hidden)
+            work.add_to_weight(gradient, start, end, first, last)
+
+
+class _Reduction:
+    """The one reduction of the gradient of hidden states, of which each rank holds a part.
+
+    It starts when the gradient is complete and runs beside the last product, that of the weight.
+    """
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._handle = self._shard = None
+
+    def start(self, grad_hidden: Optional[Tensor]) -> None:
+        """Starts it where there is something to reduce."""
+        if grad_hidden is None:
+            return
+        tp_group = self._settings.tp_group
+        if self._settings.sequence_parallel:
+            num_rows = grad_hidden.size(0) // get_pg_size(tp_group)
+            self._shard = grad_hidden.new_empty((num_rows, grad_hidden.size(1)))
+            self._handle = torch.distributed.reduce_scatter_tensor(
+                self._shard, grad_hidden, group=tp_group, async_op=True
+            )
+        elif self._settings.allreduce_dgrad:
+            self._handle = torch.distributed.all_reduce(grad_hidden, group=tp_group, async_op=True)
+
+    def finish(self, grad_hidden: Optional[Tensor]) -> Optional[Tensor]:
+        """The reduced gradient, with sequence parallelism this rank's shard."""
+        if self._handle is not None:
+            self._handle.wait()
+        return grad_hidden if self._shard is None else self._shard
+
+
+def _on_device_without_autocast(tensor: Tensor) -> contextlib.ExitStack:
     """Kernels go to the current device, which another thread may have set otherwise.
 
     Operands are cast by hand and once, where autocast would cast in every product.
     """
-    on_device = contextlib.nullcontext()
-    if tensor.device.type == "cuda":
-        on_device = torch.cuda.device(tensor.device)
-    with on_device, torch.autocast(tensor.device.type, enabled=False):
-        yield
+    stack = contextlib.ExitStack()
+    device = tensor.device
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        stack.enter_context(torch.cuda.device(device))
+    if torch.is_autocast_enabled(device.type):
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
 
 
 def _operands(hidden: Tensor, weight: Tensor, settings: Settings) -> Tuple[Tensor, Tensor]:
@@ -255,20 +306,23 @@ def _row_stride(columns: int, settings: Settings) -> int:
     return -(-columns // alignment) * alignment
 
 
-def _plan(num_rows: int, columns: int, settings: Settings) -> ChunkPlan:
-    row_bytes = _row_stride(columns, settings) * settings.logits_dtype.itemsize
-    return plan_chunks(num_rows, row_bytes, settings.logits_budget)
-
-
-def _new_logits(num_rows: int, weight: Tensor, settings: Settings) -> Tensor:
-    """Memory for the logits of some rows."""
-    columns = weight.size(0)
-    memory = torch.empty(
-        (num_rows, _row_stride(columns, settings)),
-        dtype=settings.logits_dtype,
-        device=weight.device,
+def _plan(num_rows: int, weight: Tensor, settings: Settings) -> ChunkPlan:
+    columns, hidden_size = weight.shape
+    itemsize = settings.logits_dtype.itemsize
+    return plan_chunks(
+        num_rows,
+        _row_stride(columns, settings) * itemsize,
+        settings.logits_budget,
+        columns=columns,
+        hidden_size=hidden_size,
+        itemsize=itemsize,
     )
-    return memory[:, :columns]
+
+
+def _new_logits(num_rows: int, columns: int, device: torch.device, settings: Settings) -> Tensor:
+    """Memory for logits."""
+    shape = (num_rows, _row_stride(columns, settings))
+    return torch.empty(shape, dtype=settings.logits_dtype, device=device)[:, :columns]
 
 
 def _new_statistics(rows: Rows, settings: Settings) -> Tensor:
@@ -286,23 +340,3 @@ def _gather_statistics(statistics: Tensor, settings: Settings) -> Tensor:
     gathered = statistics.new_empty((tp_size, *statistics.shape))
     torch.distributed.all_gather_into_tensor(gathered, statistics, group=settings.tp_group)
     return gathered
-
-
-def _as_rows(gradient: Optional[Tensor]) -> Optional[Tensor]:
-    """An incoming gradient as the kernels read it: it may be expanded, or strided."""
-    return None if gradient is None else gradient.float().contiguous()
-
-
-def _start_reduction(grad_hidden: Tensor, settings: Settings):
-    """Starts the one reduction of the gradient of hidden states, of which ranks hold parts."""
-    if settings.sequence_parallel:
-        tp_size = get_pg_size(settings.tp_group)
-        shard = grad_hidden.new_empty((grad_hidden.size(0) // tp_size, grad_hidden.size(1)))
-        handle = torch.distributed.reduce_scatter_tensor(
-            shard, grad_hidden, group=settings.tp_group, async_op=True
-        )
-        return shard, handle
-    if settings.allreduce_dgrad:
-        handle = torch.distributed.all_reduce(grad_hidden, group=settings.tp_group, async_op=True)
-        return grad_hidden, handle
-    return grad_hidden, None

@@ -32,9 +32,13 @@ KEPT_SUM = tl.constexpr(5)
 KEPT_WEIGHTED = tl.constexpr(6)
 
 # Running maxima start here, a number, so that sums over nothing are 0 and no case of their own.
-LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(-1e20)
 # What takes no part lies below that: its exponential is 0 beside any maximum.
-NOTHING = tl.constexpr(-2e30)
+NOTHING = tl.constexpr(-2e20)
+# The hardware's exponential is that of base 2.
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Neighbours that a lane takes in at once: one change of its running maximum for all of them.
+GROUP = tl.constexpr(4)
 
 
 @triton.jit
@@ -49,7 +53,6 @@ def _to_logit(
     bias,
     column,
     mask,
-    temperature,
     scale,
     softcap,
     HAS_BIAS: tl.constexpr,
@@ -57,23 +60,26 @@ def _to_logit(
     HAS_SOFTCAP: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Logits of projected values, fp32; -inf becomes a number that takes no part."""
-    z = x.to(tl.float32)
+    """Logits before temperature of projected values, fp32; `x` is NOTHING where masked.
+
+    -inf becomes NOTHING, too, a number that products and differences leave alone.
+    """
+    y = x.to(tl.float32)
     if HAS_BIAS:
-        z += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        y += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
         if ROUND:
-            z = z.to(x.dtype).to(tl.float32)
+            y = y.to(x.dtype).to(tl.float32)
     if HAS_SCALE:
-        z *= scale
+        y *= scale
         if ROUND:
-            z = z.to(x.dtype).to(tl.float32)
+            y = y.to(x.dtype).to(tl.float32)
     if HAS_SOFTCAP:
-        z = softcap * _tanh(z / softcap)
+        y = softcap * _tanh(y / softcap)
         if ROUND:
-            z = z.to(x.dtype).to(tl.float32)
-    z *= temperature
-    z = tl.maximum(z, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(mask, z, NOTHING)
+            y = y.to(x.dtype).to(tl.float32)
+    if HAS_BIAS or HAS_SCALE or HAS_SOFTCAP:
+        y = tl.where(mask, y, NOTHING)
+    return tl.maximum(y, NOTHING, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -89,27 +95,32 @@ def _slope(z, temperature, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP:
 
 
 @triton.jit
-def _accumulate(z, maximum, total, weighted, WITH_WEIGHTED: tl.constexpr):
-    """Takes logits into running sums, lane by lane, with one exponential each."""
-    above = z > maximum
-    larger = tl.where(above, z, maximum)
-    smaller = tl.exp(tl.where(above, maximum - z, z - maximum))
-    rescale = tl.where(above, smaller, 1.0)
-    term = tl.where(above, 1.0, smaller)
+def _accumulate(y, maximum, total, weighted, inverse, WITH_WEIGHTED: tl.constexpr):
+    """Takes groups of logits before temperature, [lanes, group], into each lane's running sums.
+
+    The sum of exp((y - m) / T) and that of (y - m) exp((y - m) / T), relative to the maximum m,
+    which they move with.
+    """
+    factor = inverse * LOG2_E
+    larger = tl.maximum(maximum, tl.max(y, 1))
+    rescale = tl.exp2((maximum - larger) * factor)
+    # One multiply-add before the exponential; the rounding of the product of m is the same for
+    # the whole lane and lost in that of m itself.
+    term = tl.exp2(y * factor - (larger * factor)[:, None])
     if WITH_WEIGHTED:
-        # Sums are relative to the maximum: the sum of (z - m) exp(z - m) moves with m.
-        weighted = rescale * (weighted + total * (maximum - larger)) + term * (z - larger)
-    return larger, total * rescale + term, weighted
+        weighted = rescale * (weighted + total * (maximum - larger))
+        weighted += tl.sum(term * (y - larger[:, None]), 1)
+    return larger, total * rescale + tl.sum(term, 1), weighted
 
 
 @triton.jit
-def _reduce(maximum, total, weighted):
-    """One maximum and its sums of the lanes' ones."""
+def _reduce(maximum, total, weighted, inverse):
+    """Maximum and sums of logits at their temperature, from those of lanes before it."""
     largest = tl.max(maximum, 0)
     shift = maximum - largest
-    rescale = tl.exp(shift)
+    rescale = tl.exp2(shift * (inverse * LOG2_E))
     weighted = tl.sum(rescale * (weighted + total * shift), 0)
-    return largest, tl.sum(rescale * total, 0), weighted
+    return largest * inverse, tl.sum(rescale * total, 0), weighted * inverse
 
 
 @triton.jit
@@ -152,31 +163,31 @@ def statistics_kernel(
         masked = length >= 0 if MASKS_EMPTY else length > 0
         last = tl.where(masked, 0, columns)
 
-    lanes = tl.arange(0, BLOCK)
-    maximum = tl.full([BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
+    LANES: tl.constexpr = BLOCK // GROUP
+    lanes = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    maximum = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
     for first in tl.range(0, last, BLOCK, num_stages=STAGES):
         column = first + lanes
         mask = column < columns
-        x = tl.load(logits + column, mask=mask, other=0.0)
-        z = _to_logit(
-            x, bias, column, mask, inverse, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
+        x = tl.load(logits + column, mask=mask, other=NOTHING)
+        y = _to_logit(
+            x, bias, column, mask, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
         )
-        maximum, total, weighted = _accumulate(z, maximum, total, weighted, ENTROPY)
-    largest, total_sum, weighted_sum = _reduce(maximum, total, weighted)
+        maximum, total, weighted = _accumulate(y, maximum, total, weighted, inverse, ENTROPY)
+    largest, total_sum, weighted_sum = _reduce(maximum, total, weighted, inverse)
 
     target = tl.load(targets + row)
     column = target - vocab_start
     owned = (column >= 0) & (column < columns) & (target != ignore_index)
-    x = tl.load(logits + column, mask=owned, other=0.0)
-    z = _to_logit(
-        x, bias, column, owned, inverse, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
-    )
+    x = tl.load(logits + column, mask=owned, other=NOTHING)
+    y = _to_logit(x, bias, column, owned, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND)
+    z = tl.where(y <= NOTHING, -float("inf"), y * inverse)
     statistics += row
     tl.store(statistics + MAXIMUM * field_stride, largest)
     tl.store(statistics + SUM * field_stride, total_sum)
-    tl.store(statistics + TARGET * field_stride, tl.where(z <= NOTHING, -float("inf"), z))
+    tl.store(statistics + TARGET * field_stride, z)
     if ENTROPY:
         tl.store(statistics + WEIGHTED * field_stride, weighted_sum)
 
@@ -238,19 +249,25 @@ def kept_statistics_kernel(
         place = first + lanes
         kept, column, here = _load_kept(ids, place, end, start, target, columns, vocab_start)
         highest = tl.maximum(highest, kept)
-        x = tl.load(logits + column, mask=here, other=0.0)
-        z = _to_logit(
-            x, bias, column, here, inverse, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
+        x = tl.load(logits + column, mask=here, other=NOTHING)
+        y = _to_logit(
+            x, bias, column, here, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
         )
-        tl.store(kept_logits + place, z, mask=here)
-        maximum, total, weighted = _accumulate(z, maximum, total, weighted, True)
-    largest, total_sum, weighted_sum = _reduce(maximum, total, weighted)
+        tl.store(kept_logits + place, y * inverse, mask=here)
+        maximum, total, weighted = _accumulate(y[:, None], maximum, total, weighted, inverse, True)
+    largest, total_sum, weighted_sum = _reduce(maximum, total, weighted, inverse)
 
     statistics += row
     z = tl.load(statistics + TARGET * field_stride)
     z = tl.maximum(z, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-    largest, total_sum, weighted_sum = _accumulate(z, largest, total_sum, weighted_sum, True)
-    total_sum = tl.where(tl.max(highest, 0) >= vocab_size, float("nan"), total_sum)
+    shift = tl.minimum(largest - z, 0.0)
+    rescale = tl.exp(shift)
+    term = tl.exp(tl.minimum(z - largest, 0.0))
+    largest = tl.maximum(largest, z)
+    weighted_sum = rescale * (weighted_sum + total_sum * shift) + term * (z - largest)
+    total_sum = total_sum * rescale + term
+    # The target's own logit may be NaN.
+    total_sum = tl.where((tl.max(highest, 0) >= vocab_size) | (z != z), float("nan"), total_sum)
     tl.store(statistics + KEPT_MAXIMUM * field_stride, largest)
     tl.store(statistics + KEPT_SUM * field_stride, total_sum)
     tl.store(statistics + KEPT_WEIGHTED * field_stride, weighted_sum)
@@ -458,9 +475,9 @@ def grad_logits_kernel(
     for first in tl.range(start, end, BLOCK, num_stages=STAGES):
         column = first + lanes
         mask = column < columns
-        x = tl.load(logits + column, mask=mask, other=0.0)
-        z = _to_logit(
-            x, bias, column, mask, inverse, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
+        x = tl.load(logits + column, mask=mask, other=NOTHING)
+        z = inverse * _to_logit(
+            x, bias, column, mask, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
         )
         y = _gradient(
             z, total, dense, entropy_normalizer, entropy, entropy_coefficient, HAS_ENTROPY

@@ -7,7 +7,7 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.linear_log_prob.matrix_products import accumulate_product
+from megatron.core.fusions.linear_log_prob.matrix_products import multiply
 
 
 def accumulates_in_main_grad(weight: Tensor, wgrad: str) -> bool:
@@ -41,7 +41,7 @@ def accumulates_in_main_grad(weight: Tensor, wgrad: str) -> bool:
 
 
 class WeightGradient:
-    """Adds up the gradient of a weight over parts of the rows.
+    """Adds up the gradient of a weight over blocks of rows.
 
     The sum is in fp32: `main_grad` itself where that is fp32, else a sum that is added to it or
     returned at the end, in one rounding.
@@ -49,37 +49,37 @@ class WeightGradient:
     Args:
         weight (Tensor): `[v / tp, h]`, the parameter.
         main_grad (Tensor, optional): Where the gradient is added; None returns it.
-        num_parts (int): How often :meth:`add` is going to be called.
+        num_blocks (int): Number of blocks of rows.
+        dtype (torch.dtype): Of the products' operands.
     """
 
-    def __init__(self, weight: Tensor, main_grad: Optional[Tensor], num_parts: int):
+    def __init__(
+        self, weight: Tensor, main_grad: Optional[Tensor], num_blocks: int, dtype: torch.dtype
+    ):
         self._weight = weight
         self._main_grad = main_grad
-        self._total: Optional[Tensor] = None
         # One product that is returned needs no sum: it is rounded once in any case.
-        self._single = main_grad is None and num_parts == 1
+        self._adds = main_grad is not None or num_blocks != 1
         if main_grad is not None and main_grad.dtype is torch.float32:
             self._total = main_grad
-        elif not self._single:
+        elif self._adds:
             self._total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        else:
+            self._total = torch.empty(weight.shape, dtype=dtype, device=weight.device)
 
-    def add(self, grad_output: Tensor, hidden: Tensor) -> None:
-        """Adds `grad_output.T @ hidden`.
+    def add(self, grad_output: Tensor, hidden: Tensor, start: int, end: int) -> None:
+        """Adds `grad_output.T @ hidden` to a range of the weight's rows.
 
         Args:
-            grad_output (Tensor): `[n, v / tp]`.
+            grad_output (Tensor): `[n, end - start]`.
             hidden (Tensor): `[n, h]`.
+            start, end (int): The range, which every block covers once.
         """
-        if self._single:
-            self._total = grad_output.t() @ hidden
-        else:
-            accumulate_product(self._total, grad_output, hidden)
+        multiply(grad_output.t(), hidden, self._total[start:end], add=self._adds)
 
     def finish(self) -> Optional[Tensor]:
         """Puts the sum where it belongs and returns the gradient that autograd is given."""
         if self._main_grad is None:
-            if self._total is None:
-                return torch.zeros_like(self._weight)
             return self._total.to(self._weight.dtype)
         if self._total is not self._main_grad:
             self._main_grad.add_(self._total)
