@@ -2,6 +2,7 @@
 
 """A small MambaModel without Mamba layers, whose mixer needs a CUDA extension."""
 
+import sys
 from unittest import mock
 
 import torch
@@ -43,8 +44,10 @@ def make_mamba_model(config: TransformerConfig, **kwargs) -> MambaModel:
         ),
     )
     torch.manual_seed(7)
-    # The stack's own norm is Transformer Engine's, which is not in its spec.
-    with mock.patch.object(mamba_block, "TENorm", RMSNorm):
+    # The stack's own norm is Transformer Engine's, which is not in its spec. Later versions define
+    # the stack elsewhere, and the name that they look up is there.
+    stack_module = sys.modules[mamba_block.MambaStack.__module__]
+    with mock.patch.object(stack_module, "TENorm", RMSNorm):
         model = MambaModel(
             config,
             stack,

@@ -80,10 +80,15 @@ def make_gpt_model(
     core_attention: Optional[type] = None,
     pre_process: bool = True,
     post_process: bool = True,
+    final_norm: bool = True,
     seed: int = 7,
     **kwargs,
 ) -> GPTModel:
-    """A GPTModel of Megatron's local layers, the same weights for the same seed."""
+    """A GPTModel of Megatron's local layers, the same weights for the same seed.
+
+    Without `final_norm` the decoder ends with its last layer: what a schedule plan of a dense
+    model computes, asked for or not, where upstream's bug is not patched.
+    """
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if core_attention is not None:
@@ -93,7 +98,9 @@ def make_gpt_model(
     torch.manual_seed(seed)
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(
+            layer_specs=[layer] * num_layers, layer_norm=RMSNorm if final_norm else None
+        ),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=128,
         pre_process=pre_process,

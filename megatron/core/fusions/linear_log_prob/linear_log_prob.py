@@ -192,7 +192,7 @@ def run_linear_log_prob(
     if isinstance(keep, KeepSet) or not isinstance(keep, (KeptIds, type(None))):
         check_keep_set(keep, num_rows, hidden.device)
     if hidden.device.type == "cpu" or os.environ.get("MCORE_SELECTIVE_DEBUG") == "1":
-        _check_values(targets, ignore_index, temperature, keep, vocab_size)
+        check_values(targets, ignore_index, temperature, keep, vocab_size)
     main_grad = weight.main_grad if accumulates_in_main_grad(weight, wgrad) else None
     needs_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
@@ -388,14 +388,25 @@ def _check_temperature(
         raise ValueError("temperature: requires a gradient, and has none; pass it detached.")
 
 
-def _check_values(
+def check_values(
     targets: Tensor,
     ignore_index: int,
     temperature: Union[float, Tensor],
     keep: Union[KeepSet, KeptIds, None],
     vocab_size: int,
 ) -> None:
-    """Checks tensors by value, which waits for their device."""
+    """Checks tensors by value, which waits for their device.
+
+    Args:
+        targets (Tensor): `[N]`.
+        ignore_index (int): Target that is no id.
+        temperature (float or Tensor): A tensor's values are checked.
+        keep (KeepSet, KeptIds, optional): A KeepSet's values are checked.
+        vocab_size (int): Size of the whole vocabulary.
+
+    Raises:
+        ValueError: A row has a value that can't be one.
+    """
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])

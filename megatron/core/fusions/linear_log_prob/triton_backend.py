@@ -20,7 +20,7 @@ from megatron.core.fusions.linear_log_prob.backend import (
 # Columns of a block, warps and pipeline stages, measured on an H200 at v / tp of 38,016 and
 # 62,080 (benchmarks/linear_log_prob.csv): both kernels then run near the copy bandwidth.
 _STATISTICS = dict(BLOCK=2048, STAGES=1, num_warps=8)
-_GRAD_LOGITS = dict(BLOCK=4096, STAGES=2, num_warps=16)
+_GRAD_LOGITS = dict(BLOCK=2048, STAGES=2, num_warps=8)
 # Kept ids are tens or hundreds a row.
 _KEPT_BLOCK = 256
 _COMBINE_BLOCK = 256

@@ -138,6 +138,31 @@ class OutputRowSelector:
         self._host_indices["token"] = rows
         self._num_rows = rows.numel()
 
+    def check_built_for(
+        self, tp_group: Optional[torch.distributed.ProcessGroup], sequence_parallel: bool
+    ) -> None:
+        """Checks that this selector was made for an output layer.
+
+        Args:
+            tp_group (ProcessGroup, optional): The layer's.
+            sequence_parallel (bool): The layer's.
+
+        Raises:
+            OutputRowSelectorError: It was made for another group or the other kind of shards.
+        """
+        if self.sequence_parallel != sequence_parallel:
+            raise OutputRowSelectorError(
+                "sequence_parallel",
+                f"the selector was built with {self.sequence_parallel}, the output layer has "
+                f"{sequence_parallel}; build it with the output layer's.",
+            )
+        if self.tp_group is not tp_group and (self._tp_size > 1 or get_pg_size(tp_group) > 1):
+            raise OutputRowSelectorError(
+                "tp_group",
+                "the selector was built for another tensor-parallel group than the output "
+                "layer's; pass that layer's tp_group when building it.",
+            )
+
     def select(self, values: Tensor) -> Tensor:
         """Takes the selected rows of a tensor laid out as the mask.
 

@@ -7,7 +7,7 @@ accept, refuse and compute the same.
 """
 
 import inspect
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -20,12 +20,16 @@ from megatron.core.models.common.output_row_selector import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_pg_size, unwrap_model
+from megatron.core.utils import unwrap_model
 
 _ARGUMENT = "output_row_selector"
+# What a caller may give as output_row_selector: a mask [b, s] or a selector built from one.
+OutputRows = Union[Tensor, OutputRowSelector]
 
 
-def find_unsupported_setting(model: torch.nn.Module) -> Optional[OutputRowSelectorError]:
+def find_unsupported_setting(
+    model: torch.nn.Module, output_processor: Any = None
+) -> Optional[ValueError]:
     """Says whether a model, as it is configured, would refuse `output_row_selector`.
 
     For callers that would rather fall back to the full output than fail. What belongs to a single
@@ -35,14 +39,28 @@ def find_unsupported_setting(model: torch.nn.Module) -> Optional[OutputRowSelect
 
     Args:
         model (torch.nn.Module): A model chunk, bare or wrapped for data parallelism and precision.
+        output_processor (optional): What is to be given to the model beside the selector. One
+            that has a `find_unsupported_setting` of its own is asked, too; `LogProbOutput`, the
+            class or one of it, has.
 
     Returns:
-        OutputRowSelectorError: What the model would raise, its `setting` naming the configuration
-            field or module at fault; None where nothing stands in the way.
+        OutputRowSelectorError or LinearLogProbError: What the model would raise, its `setting`
+            naming the configuration field or module at fault; None where nothing stands in the
+            way.
     """
     module = unwrap_model(model)
     if _names_argument(module):
-        return _find_unsupported_config(module) or _find_unsupported_output_layer(module)
+        unsupported = _find_unsupported_config(module) or _find_unsupported_output_layer(module)
+        if unsupported is None and hasattr(output_processor, "find_unsupported_setting"):
+            unsupported = output_processor.find_unsupported_setting(model)
+        return unsupported
+    if output_processor is not None:
+        return OutputRowSelectorError(
+            "model",
+            f"{type(module).__name__}.forward doesn't take output_row_selector, so it can't give "
+            "an output_processor the selected rows; let forward pass both on to the language "
+            "model.",
+        )
     if _is_in_float16_module(model):
         # It selects from the output of a model that doesn't know the argument.
         return None
@@ -53,14 +71,77 @@ def find_unsupported_setting(model: torch.nn.Module) -> Optional[OutputRowSelect
     )
 
 
-def prepare_output_row_selector(
+def prepare_output_processor(
     model: torch.nn.Module,
-    output_row_selector: Union[Tensor, OutputRowSelector],
-    *,
+    output_processor: Optional[Callable[..., Any]],
+    output_row_selector: Optional[OutputRows],
     input_ids: Optional[Tensor],
-    decoder_input: Optional[Tensor],
     labels: Optional[Tensor],
     inference_context: Any,
+) -> Optional[Callable[..., Any]]:
+    """Makes one hook of a selector and of what is to be done with the selected rows.
+
+    Args:
+        model (torch.nn.Module): The language model that was called.
+        output_processor (Callable, optional): What the caller gave.
+        output_row_selector (Tensor or OutputRowSelector, optional): See
+            :func:`prepare_output_row_selector`.
+        input_ids, labels, inference_context: See there.
+
+    Returns:
+        Callable: `output_processor` itself without a selector; else what hands the selected rows
+            to it, or computes their logits where there is none.
+
+    Raises:
+        OutputRowSelectorError, LinearLogProbError: The selector, the call or a setting can't be
+            honoured.
+    """
+    if output_row_selector is None:
+        return output_processor
+    selector = prepare_output_row_selector(
+        model, output_row_selector, input_ids, labels, inference_context, output_processor
+    )
+    return _SelectedRows(selector, output_processor)
+
+
+class _SelectedRows:
+    """An output processor that goes on with the selected rows only."""
+
+    def __init__(self, selector: OutputRowSelector, output_processor: Optional[Callable[..., Any]]):
+        self._selector = selector
+        self._output_processor = output_processor
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: Optional[Tensor],
+        runtime_gather_output: Optional[bool],
+        **others: Any,
+    ) -> Any:
+        """What the model calls; keywords as upstream's, `output_row_selector` only passed on."""
+        if self._output_processor is None:
+            return project_selected_rows(
+                output_layer, hidden_states, self._selector, output_weight, runtime_gather_output
+            )
+        return self._output_processor(
+            hidden_states=self._selector.compact(hidden_states),
+            output_layer=output_layer,
+            output_weight=output_weight,
+            runtime_gather_output=runtime_gather_output,
+            output_row_selector=self._selector,
+            **others,
+        )
+
+
+def prepare_output_row_selector(
+    model: torch.nn.Module,
+    output_row_selector: OutputRows,
+    input_ids: Optional[Tensor],
+    labels: Optional[Tensor],
+    inference_context: Any,
+    output_processor: Optional[Callable[..., Any]] = None,
 ) -> OutputRowSelector:
     """Checks a selector on entry of a model and does its index work where the output layer is.
 
@@ -71,11 +152,12 @@ def prepare_output_row_selector(
         model (torch.nn.Module): The language model that was called.
         output_row_selector (Tensor or OutputRowSelector): As the caller gave it, a mask `[b, s]`
             or a selector built for this model's output layer.
-        input_ids (Tensor, optional): `[b, s]`, what the mask's shape is held against.
-        decoder_input (Tensor, optional): Where given, `input_ids` is not what the decoder sees,
-            and the shape is checked against the decoder's output alone.
+        input_ids (Tensor, optional): `[b, s]`, what the mask's shape is held against. None where
+            the decoder is given something else; the shape is then checked against the decoder's
+            output alone.
         labels (Tensor, optional): Must be None.
         inference_context (BaseInferenceContext, optional): Must be None.
+        output_processor (Callable, optional): What the rows are for.
 
     Returns:
         OutputRowSelector: Built on the stage that has the output layer.
@@ -84,7 +166,7 @@ def prepare_output_row_selector(
         OutputRowSelectorError: The selector, the call or a setting can't be honoured.
     """
     _check_call(labels, inference_context)
-    unsupported = find_unsupported_setting(model)
+    unsupported = find_unsupported_setting(model, output_processor)
     if unsupported is not None:
         raise unsupported
 
@@ -95,14 +177,14 @@ def prepare_output_row_selector(
     if isinstance(output_row_selector, OutputRowSelector):
         selector = output_row_selector
         if model.post_process:
-            _check_prebuilt(selector, tp_group, sequence_parallel)
+            selector.check_built_for(tp_group, sequence_parallel)
     else:
         selector = OutputRowSelector(
             output_row_selector, tp_group=tp_group, sequence_parallel=sequence_parallel
         )
 
     mask = selector.mask
-    if decoder_input is None and input_ids is not None and input_ids.shape != mask.shape:
+    if input_ids is not None and input_ids.shape != mask.shape:
         raise OutputRowSelectorError(
             "mask",
             f"got shape {list(mask.shape)}, expected [b, s] = {list(input_ids.shape)} as "
@@ -151,7 +233,7 @@ def project_selected_rows(
 
 def forward_with_output_row_selector(
     module: torch.nn.Module,
-    output_row_selector: Union[Tensor, OutputRowSelector],
+    output_row_selector: OutputRows,
     inputs: Tuple[Any, ...],
     kwargs: Dict[str, Any],
     has_output: bool,
@@ -309,25 +391,3 @@ def _find_unsupported_output_layer(model: torch.nn.Module) -> Optional[OutputRow
         f"is {type(model.output_layer).__name__}, expected ColumnParallelLinear; use an output "
         "layer of that class (no FP8 or adapter-wrapped one, no value head) or full output.",
     )
-
-
-def _check_prebuilt(
-    selector: OutputRowSelector,
-    tp_group: Optional[torch.distributed.ProcessGroup],
-    sequence_parallel: bool,
-) -> None:
-    """Checks that a prebuilt selector was made for the output layer it meets."""
-    if selector.sequence_parallel != sequence_parallel:
-        raise OutputRowSelectorError(
-            "sequence_parallel",
-            f"the selector was built with {selector.sequence_parallel}, the output layer has "
-            f"{sequence_parallel}; build it with the output layer's.",
-        )
-    if selector.tp_group is not tp_group and (
-        get_pg_size(selector.tp_group) > 1 or get_pg_size(tp_group) > 1
-    ):
-        raise OutputRowSelectorError(
-            "tp_group",
-            "the selector was built for another tensor-parallel group than the output layer's; "
-            "pass that layer's tp_group when building it.",
-        )
