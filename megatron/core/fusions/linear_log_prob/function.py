@@ -337,6 +337,7 @@ def _gather_statistics(statistics: Tensor, settings: Settings) -> Tensor:
     tp_size = get_pg_size(settings.tp_group)
     if tp_size == 1 or not statistics.numel():
         return statistics.expand(tp_size, *statistics.shape)
-    gathered = statistics.new_empty((tp_size, *statistics.shape))
+    fields, num_rows = statistics.shape
+    gathered = statistics.new_empty((tp_size * fields, num_rows))
     torch.distributed.all_gather_into_tensor(gathered, statistics, group=settings.tp_group)
-    return gathered
+    return gathered.view(tp_size, fields, num_rows)
