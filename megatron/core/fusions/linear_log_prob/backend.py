@@ -147,7 +147,7 @@ class RowBackend(ABC):
                 written at the ids' places; with kept ids only.
         """
         multiply(hidden, weight.t(), logits)
-        self.take_statistics(logits, bias, rows, how, statistics, kept_logits)
+        self.take_statistics(hidden, weight, bias, logits, rows, how, statistics, kept_logits)
 
     def new_kept_logits(self, rows: Rows) -> Optional[Tensor]:
         """Memory `[K]` for the logits of kept ids, where this backend wants them in backward."""
@@ -156,14 +156,20 @@ class RowBackend(ABC):
     @abstractmethod
     def take_statistics(
         self,
-        logits: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
         bias: Optional[Tensor],
+        logits: Tensor,
         rows: Rows,
         how: Logits,
         statistics: Tensor,
         kept_logits: Optional[Tensor],
     ) -> None:
-        """Takes the statistics of projected rows; arguments as in :meth:`project_rows`."""
+        """Takes the statistics of projected rows; arguments as in :meth:`project_rows`.
+
+        Where logits are not rounded, the target's one is computed from its operands, and takes
+        the place of the projected one in the sum.
+        """
 
     @abstractmethod
     def combine(self, statistics: Tensor, rows: Rows, how: Logits) -> Results:

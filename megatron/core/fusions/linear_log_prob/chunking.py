@@ -6,27 +6,28 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Iterator, Tuple
 
-# Bytes that the working memory may take whatever the budget is, less the row statistics.
+# Bytes of logits that may exist whatever the budget is, less the row statistics.
 CHUNK_BYTES = 2**28
 _ROW_STATE_BYTES = 64
+# With a larger budget the working memory may be this many times as large, and no larger: more
+# saves less than the logits that it displaces.
+_MAX_WORKING_CHUNKS = 3
 # Rows and columns of a tile of a matrix product: what isn't a multiple leaves part of one idle.
 _TILE_ROWS = 128
 _TILE_COLUMNS = 256
-# A gradient that is added to goes through memory, 8 bytes an element, at 4 TB/s, while a product
-# does 2 operations at 700 TFLOP/s: reading and writing a row of h elements once takes as long as
-# this many logits of a row take to project.
-_PASS_COST = 700
-# From here on, more working memory saves less than the logits that it displaces.
-_MAX_WORKING_CHUNKS = 3
 _SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Costs are in logits, the time in which one is projected: 2 h operations at 700 TFLOP/s.
+# A gradient that is added to goes through memory, 8 bytes an element at 4 TB/s, h elements a row.
+_PASS_COST = 700
+# The start and the end of a matrix product leave part of the device idle for 20 microseconds.
+_PRODUCT_COST_BY_HIDDEN_SIZE = 7e9
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Division of N rows of v / tp columns.
+    """Division of N rows of v / tp columns, the same with and without gradients.
 
-    The projection's chunks are the same with and without gradients, so that its results are the
-    same bits: a matrix product of another size may round otherwise.
+    That makes results the same bits: a matrix product of another size may round otherwise.
 
     Backward works on tiles of the logits that are not kept, a block of rows by a slice of
     columns. Every block is a pass over the gradient of the weight, every slice one over that of
@@ -34,25 +35,26 @@ class ChunkPlan:
 
     Attributes:
         num_rows (int): Number N of rows.
-        chunk_rows (int): Rows that are projected at once.
-        kept_rows (int): Rows from the first on whose logits are kept, whole chunks or all.
+        kept_rows (int): Rows from the first on whose logits are kept for backward.
+        chunk_rows (int): Rows that are projected at once in forward.
         block_rows (int): Rows of a tile.
         slice_columns (int): Columns of a tile.
     """
 
     num_rows: int
-    chunk_rows: int
     kept_rows: int
+    chunk_rows: int
     block_rows: int
     slice_columns: int
 
-    def chunks(self) -> Iterator[Tuple[int, int]]:
-        """Ranges of rows of the projection's chunks."""
-        return _ranges(0, self.num_rows, self.chunk_rows)
-
     def kept_chunks(self) -> Iterator[Tuple[int, int]]:
-        """Those of them that are kept."""
+        """Ranges of rows that are projected at once and kept."""
         return _ranges(0, self.kept_rows, self.chunk_rows)
+
+    def chunks(self) -> Iterator[Tuple[int, int]]:
+        """Ranges of all rows that are projected at once, those that are kept first."""
+        yield from self.kept_chunks()
+        yield from _ranges(self.kept_rows, self.num_rows, self.chunk_rows)
 
     def blocks(self) -> Iterator[Tuple[int, int]]:
         """Ranges of rows of backward's tiles."""
@@ -72,7 +74,7 @@ class ChunkPlan:
 def plan_chunks(
     num_rows: int, row_bytes: int, budget: int, *, columns: int, hidden_size: int, itemsize: int
 ) -> ChunkPlan:
-    """Divides rows so that the logits in memory never exceed the budget or the working memory.
+    """Divides rows so that the logits in memory never exceed the budget or one small chunk.
 
     Args:
         num_rows (int): Number N of rows.
@@ -84,36 +86,40 @@ def plan_chunks(
 
     Returns:
         ChunkPlan: All rows kept where they fit. Otherwise the budget is shared out between kept
-            rows, which save a projection, and the working memory, whose size saves passes over
-            the gradients, at the least cost.
+            rows, which save a projection, and the working memory, whose size saves products and
+            passes over the gradients, at the least cost.
     """
-    working_bytes = max(CHUNK_BYTES - num_rows * _ROW_STATE_BYTES, row_bytes)
-    chunk_rows = _align(working_bytes // row_bytes, _TILE_ROWS)
+    unit = max(CHUNK_BYTES - num_rows * _ROW_STATE_BYTES, row_bytes)
+    largest = max(min(budget, _MAX_WORKING_CHUNKS * unit), unit)
     if num_rows * row_bytes <= budget:
-        return ChunkPlan(num_rows, chunk_rows, num_rows, chunk_rows, columns)
+        chunk_rows = _align(largest // row_bytes, _TILE_ROWS)
+        return ChunkPlan(num_rows, num_rows, chunk_rows, chunk_rows, columns)
 
-    chunks_in_budget = max(budget // (chunk_rows * row_bytes), 1)
+    product_cost = _PRODUCT_COST_BY_HIDDEN_SIZE / hidden_size
     best = None
-    for chunks in range(1, min(chunks_in_budget, _MAX_WORKING_CHUNKS) + 1):
-        kept_rows = (chunks_in_budget - chunks) * chunk_rows
+    for working_bytes in sorted(
+        {min(i * unit, largest) for i in range(1, _MAX_WORKING_CHUNKS + 1)}
+    ):
+        chunk_rows = _align(working_bytes // row_bytes, _TILE_ROWS)
+        kept_rows = max(budget - working_bytes, 0) // row_bytes
+        kept_rows -= kept_rows % _TILE_ROWS
         again = num_rows - kept_rows
         for slices in _SLICES:
-            slice_columns = columns
-            # Of several slices the gradient of hidden states is added up, in fp32.
-            bytes_a_row = row_bytes
+            slice_columns, bytes_a_row = columns, row_bytes
             if slices > 1:
-                slice_columns = _align(_ceil(columns, slices) + _TILE_COLUMNS - 1, _TILE_COLUMNS)
+                slice_columns = _ceil(_ceil(columns, slices), _TILE_COLUMNS) * _TILE_COLUMNS
+                # Of several slices the gradient of hidden states is added up, in fp32.
                 bytes_a_row = slice_columns * itemsize + hidden_size * 4
-            block_rows = _align(chunks * working_bytes // bytes_a_row, _TILE_ROWS)
+            block_rows = min(_align(working_bytes // bytes_a_row, _TILE_ROWS), again)
             if not block_rows or slice_columns > columns:
                 continue
-            block_rows = min(block_rows, again)
-            passes = _ceil(again, block_rows) * columns
-            if slices > 1:
-                passes += _ceil(columns, slice_columns) * again
-            cost = again * columns + passes * _PASS_COST
+            blocks, slices_taken = _ceil(again, block_rows), _ceil(columns, slice_columns)
+            passes = blocks * columns + (again * slices_taken if slices_taken > 1 else 0)
+            products = _ceil(num_rows, chunk_rows) + 3 * blocks * slices_taken
+            cost = again * columns + passes * _PASS_COST + products * product_cost
             if best is None or cost < best[0]:
-                best = cost, ChunkPlan(num_rows, chunk_rows, kept_rows, block_rows, slice_columns)
+                plan = ChunkPlan(num_rows, kept_rows, chunk_rows, block_rows, slice_columns)
+                best = cost, plan
     return best[1]
 
 

@@ -37,7 +37,8 @@ class Settings:
         entropy_gradient (bool): Whether the entropy has a gradient.
         compute_dtype (torch.dtype): Of the operands of all matrix products.
         logits_dtype (torch.dtype): Of the projection.
-        logits_budget (int): Bytes for kept logits and the working chunk; 0 without gradients.
+        logits_budget (int): Bytes for kept logits and the working memory.
+        needs_gradient (bool): Whether there is going to be a backward pass.
         tp_group (ProcessGroup, optional): The ranks that share the vocabulary.
         sequence_parallel (bool): Whether hidden states are a shard of the rows.
         allreduce_dgrad (bool): Whether the gradient of hidden states is all-reduced.
@@ -49,6 +50,7 @@ class Settings:
     compute_dtype: torch.dtype
     logits_dtype: torch.dtype
     logits_budget: int
+    needs_gradient: bool
     tp_group: Optional[torch.distributed.ProcessGroup]
     sequence_parallel: bool
     allreduce_dgrad: bool
@@ -98,13 +100,15 @@ class _LinearLogProb(torch.autograd.Function):
             statistics = _new_statistics(rows, settings)
             kept_logits = settings.backend.new_kept_logits(rows)
             logits = buffer = None
-            if plan.kept_rows:
-                logits = _new_logits(plan.kept_rows, weight.size(0), hidden.device, settings)
+            kept_rows = plan.kept_rows if settings.needs_gradient else 0
+            if kept_rows:
+                logits = _new_logits(kept_rows, weight.size(0), hidden.device, settings)
             for start, end in plan.chunks():
-                if start < plan.kept_rows:
+                if start < kept_rows:
                     chunk = logits[start:end]
                 else:
-                    if buffer is None:
+                    if buffer is None or buffer.size(0) < end - start:
+                        buffer = None
                         buffer = _new_logits(end - start, weight.size(0), hidden.device, settings)
                     chunk = buffer[: end - start]
                 settings.backend.project_rows(

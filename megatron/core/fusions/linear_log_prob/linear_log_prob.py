@@ -56,10 +56,11 @@ def linear_log_prob(
     z = softcap(logit_scale * x) / temperature, softcap(y) = c * tanh(y / c), and the results are
     z[target] - logsumexp(z) and logsumexp(z) - sum(softmax(z) * z).
 
-    The rows are projected in chunks of at most 0.25 GiB of logits, over which one kernel takes
-    the maximum, the sums and the target's logit. In backward a chunk's logits become their own
-    gradient in place, which is multiplied into both gradients. Chunks whose logits fit
-    `logits_budget` are kept for that, the others are projected again.
+    Rows are projected in chunks, over which one kernel takes the maximum and the sums. The
+    target's logit is computed once more, as an fp32 sum of products: that of the matrix product,
+    whose accumulators are shorter, has the larger part of the log-probability's error. In
+    backward logits become their own gradient in place, which is multiplied into both gradients.
+    Logits that fit `logits_budget` are kept for that, the others are projected again.
 
     Collectives over `tp_group`, the same on every rank whatever is frozen. Forward: one
     all-gather of 16 bytes a row and rank (28 with `keep`), before it with `sequence_parallel` one
@@ -95,8 +96,8 @@ def linear_log_prob(
         ignore_index (int): A target of this value makes results and gradients of its row 0.
         logits_dtype (str): `"fp32"` keeps the projection in fp32; `"match"` rounds logits to the
             dtype of `hidden`, as a linear layer would.
-        logits_budget (int): Bytes that kept logits and the working chunk may take together. The
-            chunk takes up to 0.25 GiB in any case.
+        logits_budget (int): Bytes that logits may take, kept for backward or not. Up to 0.25 GiB
+            are taken in any case; without gradients never more than 0.75 GiB.
         wgrad (str): `"main_grad"` adds the gradient of `weight` to `weight.main_grad`, in fp32
             where that is, and sets `grad_added_to_main_grad` where the weight has it; `"grad"`
             returns it to autograd; `"auto"` is the former where there is a `main_grad`.
@@ -212,7 +213,8 @@ def run_linear_log_prob(
         entropy_gradient=entropy is True,
         compute_dtype=compute_dtype,
         logits_dtype=compute_dtype if logits_dtype == "match" else torch.float32,
-        logits_budget=logits_budget if needs_gradient else 0,
+        logits_budget=logits_budget,
+        needs_gradient=needs_gradient,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         allreduce_dgrad=allreduce_dgrad,

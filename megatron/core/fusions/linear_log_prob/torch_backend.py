@@ -2,6 +2,7 @@
 
 """The row work in plain torch, on any device: the reference, and what runs without Triton."""
 
+from dataclasses import replace
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -31,9 +32,11 @@ class TorchBackend(RowBackend):
 
     name = "torch"
 
-    def take_statistics(self, logits, bias, rows, how, statistics, kept_logits):
+    def take_statistics(self, hidden, weight, bias, logits, rows, how, statistics, kept_logits):
         """See RowBackend."""
         z = _make_logits(logits, bias, rows, how)
+        if how.columns and not how.rounds:
+            _compute_targets(z, hidden, weight, bias, rows, how)
         # A shard may have no column of the vocabulary.
         target = z.new_full(z.shape[:1], -torch.inf)
         maximum = z.new_full(z.shape[:1], _LOWEST)
@@ -123,6 +126,19 @@ class TorchBackend(RowBackend):
         return result
 
 
+def _compute_targets(
+    z: Tensor, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], rows: Rows, how: Logits
+) -> None:
+    """Puts the targets' logits, computed from their operands, into `z`."""
+    owned, column = _find(rows.targets, how)
+    row, column = owned.nonzero().squeeze(1), column[owned]
+    projected = (hidden[row].float() * weight[column].float()).sum(1)
+    rows = Rows(rows.targets, rows.inverse_temperature.expand(z.size(0))[row], None)
+    how = replace(how, columns=1)
+    bias = None if bias is None else bias[column].unsqueeze(1)
+    z[row, column] = _make_logits(projected.unsqueeze(1), bias, rows, how).squeeze(1)
+
+
 def _make_logits(logits: Tensor, bias: Optional[Tensor], rows: Rows, how: Logits) -> Tensor:
     """Logits `[n, columns]` fp32 of projected rows."""
 
@@ -131,7 +147,7 @@ def _make_logits(logits: Tensor, bias: Optional[Tensor], rows: Rows, how: Logits
 
     y = logits[:, : how.columns].float()
     if bias is not None:
-        y = rounded(y + bias[: how.columns].float())
+        y = rounded(y + bias[..., : how.columns].float())
     if how.scale != 1.0:
         y = rounded(y * how.scale)
     if how.softcap is not None:

@@ -38,11 +38,13 @@ class TritonBackend(RowBackend):
         ids = rows.kept.ids
         return torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
 
-    def take_statistics(self, logits, bias, rows, how, statistics, kept_logits):
+    def take_statistics(self, hidden, weight, bias, logits, rows, how, statistics, kept_logits):
         """See RowBackend."""
         num_rows = logits.size(0)
         kept = rows.kept
         kernels.statistics_kernel[(num_rows,)](
+            hidden,
+            weight,
             logits,
             bias,
             rows.inverse_temperature,
@@ -51,7 +53,10 @@ class TritonBackend(RowBackend):
             None if kept is None else kept.ends,
             statistics,
             how.columns,
+            hidden.size(1),
             logits.stride(0),
+            *hidden.stride(),
+            *weight.stride(),
             statistics.stride(0),
             how.vocab_start,
             how.ignore_index,
@@ -88,15 +93,15 @@ class TritonBackend(RowBackend):
         kept = rows.kept
         num_rows = rows.targets.numel()
 
-        def new(wanted: bool) -> Optional[Tensor]:
-            return statistics.new_empty(num_rows) if wanted else None
-
-        log_prob, entropy = new(True), new(how.entropy)
+        # The results have memory of their own: a schedule may free it before backward.
+        log_prob = statistics.new_empty(num_rows)
+        entropy = statistics.new_empty(num_rows) if how.entropy else None
+        saved = statistics.new_empty((4, num_rows)).unbind()
         normalizers = Normalizers(
-            log_prob=new(True),
-            entropy=new(how.entropy),
-            entropy_value=new(how.entropy),
-            target=new(kept is not None),
+            log_prob=saved[0],
+            entropy=saved[1] if how.entropy else None,
+            entropy_value=saved[2] if how.entropy else None,
+            target=saved[3] if kept is not None else None,
         )
         if num_rows:
             kernels.combine_kernel[(triton.cdiv(num_rows, _COMBINE_BLOCK),)](

@@ -10,7 +10,8 @@ Common arguments, by name:
     targets         [n] int64, ids of the whole vocabulary
     starts, ends    [n] int64, where each row's kept ids are; read if KEEP
     ids             [K] int64, kept ids, ascending within a row
-    statistics      [fields, n] fp32, fields `field_stride` elements apart
+    statistics      [fields, n] fp32, fields `field_stride` elements apart, numbered as in `backend`:
+                    maximum 0, sum 1, target 2, weighted 3; of kept ids maximum 4, sum 5, weighted 6
     columns         number of this rank's columns that are part of the vocabulary
     scale, softcap  how logits are made of the projection, if HAS_SCALE and HAS_SOFTCAP
     ROUND           whether each step is rounded to the dtype of the projection
@@ -21,15 +22,6 @@ Row offsets are int64 throughout: rows times vocabulary pass 2^31 at 16k rows.
 
 import triton
 import triton.language as tl
-
-# Fields of the statistics, as in `backend`.
-MAXIMUM = tl.constexpr(0)
-SUM = tl.constexpr(1)
-TARGET = tl.constexpr(2)
-WEIGHTED = tl.constexpr(3)
-KEPT_MAXIMUM = tl.constexpr(4)
-KEPT_SUM = tl.constexpr(5)
-KEPT_WEIGHTED = tl.constexpr(6)
 
 # Running maxima start here, a number, so that sums over nothing are 0 and no case of their own.
 LOWEST = tl.constexpr(-1e20)
@@ -125,6 +117,8 @@ def _reduce(maximum, total, weighted, inverse):
 
 @triton.jit
 def statistics_kernel(
+    hidden,
+    weight,
     logits,
     bias,
     temperature,
@@ -133,7 +127,12 @@ def statistics_kernel(
     ends,
     statistics,
     columns,
+    hidden_size,
     row_stride,
+    hidden_row_stride,
+    hidden_column_stride,
+    weight_row_stride,
+    weight_column_stride,
     field_stride,
     vocab_start,
     ignore_index,
@@ -152,6 +151,7 @@ def statistics_kernel(
 ):
     """Maximum, sums and the target's logit of a row; one program a row.
 
+    `hidden` [n, h] and `weight` [v / tp, h] are read for the target alone, if not ROUND.
     SKIP_MASKED leaves out rows whose kept ids are all that matters.
     """
     row = tl.program_id(0)
@@ -184,12 +184,38 @@ def statistics_kernel(
     x = tl.load(logits + column, mask=owned, other=NOTHING)
     y = _to_logit(x, bias, column, owned, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND)
     z = tl.where(y <= NOTHING, -float("inf"), y * inverse)
+    if not ROUND:
+        # The target's logit once more, as a sum of products, in place of the projected one.
+        hidden += row.to(tl.int64) * hidden_row_stride
+        weight += tl.where(owned, column, 0) * weight_row_stride
+        products = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, tl.where(owned, hidden_size, 0), BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            inside = place < hidden_size
+            a = tl.load(hidden + place * hidden_column_stride, mask=inside, other=0.0)
+            b = tl.load(weight + place * weight_column_stride, mask=inside, other=0.0)
+            products += a.to(tl.float32) * b.to(tl.float32)
+        x = tl.where(owned, tl.sum(products, 0), NOTHING)
+        y = _to_logit(
+            x, bias, column, owned, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, ROUND
+        )
+        projected = z
+        z = tl.where(y <= NOTHING, -float("inf"), y * inverse)
+        if SKIP_MASKED:
+            owned &= last > 0
+        if owned:
+            # No larger maximum: sums may be relative to any number near it.
+            term, old_term = tl.exp(z - largest), tl.exp(projected - largest)
+            total_sum += tl.where(z > -float("inf"), term - old_term, 0.0)
+            if ENTROPY:
+                change = term * (z - largest) - old_term * (projected - largest)
+                weighted_sum += tl.where(z > -float("inf"), change, 0.0)
     statistics += row
-    tl.store(statistics + MAXIMUM * field_stride, largest)
-    tl.store(statistics + SUM * field_stride, total_sum)
-    tl.store(statistics + TARGET * field_stride, z)
+    tl.store(statistics + 0 * field_stride, largest)
+    tl.store(statistics + 1 * field_stride, total_sum)
+    tl.store(statistics + 2 * field_stride, z)
     if ENTROPY:
-        tl.store(statistics + WEIGHTED * field_stride, weighted_sum)
+        tl.store(statistics + 3 * field_stride, weighted_sum)
 
 
 @triton.jit
@@ -258,7 +284,7 @@ def kept_statistics_kernel(
     largest, total_sum, weighted_sum = _reduce(maximum, total, weighted, inverse)
 
     statistics += row
-    z = tl.load(statistics + TARGET * field_stride)
+    z = tl.load(statistics + 2 * field_stride)
     z = tl.maximum(z, NOTHING, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.minimum(largest - z, 0.0)
     rescale = tl.exp(shift)
@@ -268,9 +294,9 @@ def kept_statistics_kernel(
     total_sum = total_sum * rescale + term
     # The target's own logit may be NaN.
     total_sum = tl.where((tl.max(highest, 0) >= vocab_size) | (z != z), float("nan"), total_sum)
-    tl.store(statistics + KEPT_MAXIMUM * field_stride, largest)
-    tl.store(statistics + KEPT_SUM * field_stride, total_sum)
-    tl.store(statistics + KEPT_WEIGHTED * field_stride, weighted_sum)
+    tl.store(statistics + 4 * field_stride, largest)
+    tl.store(statistics + 5 * field_stride, total_sum)
+    tl.store(statistics + 6 * field_stride, weighted_sum)
 
 
 @triton.jit
@@ -336,20 +362,12 @@ def combine_kernel(
     mask = row < num_rows
     statistics += row
     total, entropy_here = _combine(
-        statistics, mask, rank_stride, field_stride, NUM_RANKS, MAXIMUM, SUM, WEIGHTED, ENTROPY
+        statistics, mask, rank_stride, field_stride, NUM_RANKS, 0, 1, 3, ENTROPY
     )
     chosen = total
     if KEEP:
         kept_total, kept_entropy = _combine(
-            statistics,
-            mask,
-            rank_stride,
-            field_stride,
-            NUM_RANKS,
-            KEPT_MAXIMUM,
-            KEPT_SUM,
-            KEPT_WEIGHTED,
-            True,
+            statistics, mask, rank_stride, field_stride, NUM_RANKS, 4, 5, 6, True
         )
         length = tl.load(ends + row, mask=mask, other=0) - tl.load(starts + row, mask=mask, other=0)
         masked = length >= 0 if MASKS_EMPTY else length > 0
@@ -359,12 +377,12 @@ def combine_kernel(
             total = chosen
             entropy_here = tl.where(masked, kept_entropy, entropy_here)
 
-    z = tl.load(statistics + TARGET * field_stride, mask=mask, other=0.0)
+    z = tl.load(statistics + 2 * field_stride, mask=mask, other=0.0)
     for rank in range(1, NUM_RANKS):
         part = statistics + rank * rank_stride
         z = tl.maximum(
             z,
-            tl.load(part + TARGET * field_stride, mask=mask, other=0.0),
+            tl.load(part + 2 * field_stride, mask=mask, other=0.0),
             propagate_nan=tl.PropagateNan.ALL,
         )
     target = tl.load(targets + row, mask=mask, other=0)
