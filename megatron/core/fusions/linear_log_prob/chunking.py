@@ -103,6 +103,9 @@ def plan_chunks(
         chunk_rows = _align(working_bytes // row_bytes, _TILE_ROWS)
         kept_rows = max(budget - working_bytes, 0) // row_bytes
         kept_rows -= kept_rows % _TILE_ROWS
+        if kept_rows < num_rows // 2:
+            # Less than half saves backward little, and smaller chunks cost every forward pass.
+            kept_rows = 0
         again = num_rows - kept_rows
         for slices in _SLICES:
             slice_columns, bytes_a_row = columns, row_bytes
