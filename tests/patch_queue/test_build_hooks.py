@@ -13,14 +13,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.patch_queue.trees import GPT_MODEL, ROOT, SELECTOR, contents, edit
+from tests.patch_queue.trees import GPT_MODEL, ROOT, SELECTOR, VERSION, contents, edit
 
 from patch_queue import build_tree
 from patch_queue.build_tree import BuildTrees, unpack
 from patch_queue.queue import Queue
 from patch_queue.texts import QueueError
 
-VERSION = "0.16.1+selective.1"
 # A build that finds no compiler takes seconds. What helpers_cpp needs is tested by its refusal.
 NO_COMPILER = {"CC": "false", "CXX": "false"}
 QUICK = {**NO_COMPILER, "MCORE_NO_HELPERS": "1"}

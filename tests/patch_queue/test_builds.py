@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patch_queue.trees import ROOT, SELECTOR, contents, edit
+from tests.patch_queue.trees import ROOT, SELECTOR, VERSION, contents, edit
 
-VERSION = "0.16.1+selective.1"
 # What a process prints about the megatron.core that it would import, without importing it: that
 # needs torch.
 _WHAT_IS_INSTALLED = """

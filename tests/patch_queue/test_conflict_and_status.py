@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.patch_queue.trees import GPT_MODEL, ROOT, contents, edit
+from tests.patch_queue.trees import GPT_MODEL, ROOT, SELECTIVE, VERSION, contents, edit
 
 from patch_queue.imports import status_of_import
 from patch_queue.queue import Queue
@@ -21,7 +21,7 @@ def test_drift_names_patch_file_line_and_tree(tree, setup_py):
     refused = setup_py("patch", tree)
     assert refused.returncode == 1
     assert (
-        f"0003-add-output-row-selector-to-gpt-model.patch does not fit {GPT_MODEL} near line"
+        f"0004-add-output-row-selector-to-gpt-model.patch does not fit {GPT_MODEL} near line"
         in (refused.stderr)
     )
     assert "(folder, 0.16.1). Nothing was written. Pins: 0.16.1" in refused.stderr
@@ -35,9 +35,9 @@ def _site_packages(folder: Path, tree: Path) -> Path:
     """What an installed fork looks like to Python."""
     site = folder / "site-packages"
     shutil.copytree(tree / "megatron", site / "megatron")
-    metadata = site / "megatron_core-0.16.1+selective.1.dist-info" / "METADATA"
+    metadata = site / f"megatron_core-{VERSION}.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.16.1+selective.1\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {VERSION}\n")
     return site
 
 
@@ -51,11 +51,11 @@ def test_status_names_the_checkout_that_hides_the_installed_fork(tree, tmp_path,
     assert not fine
     assert text.startswith(
         f"megatron.core comes from {tree} (PYTHONPATH), stock 0.16.1;"
-        " the installed 0.16.1+selective.1 is not used"
+        f" the installed {VERSION} is not used"
     )
     assert text.endswith(f"Run `python setup.py patch {tree}`.")
     fine, text = status_of_import(queue, [str(site), str(tree)])
-    assert fine and "(installed), 0.16.1+selective.1" in text
+    assert fine and f"(installed), {VERSION}" in text
 
 
 def test_status_on_the_command_line_sees_pythonpath(tree, setup_py):
@@ -64,7 +64,7 @@ def test_status_on_the_command_line_sees_pythonpath(tree, setup_py):
     assert stock.returncode == 1 and f"comes from {tree} (PYTHONPATH), stock" in stock.stdout
     setup_py("patch", tree)
     fork = setup_py("status", PYTHONPATH=str(tree))
-    assert fork.returncode == 0 and "patched with selective 1" in fork.stdout
+    assert fork.returncode == 0 and f"patched with selective {SELECTIVE}" in fork.stdout
 
 
 def test_status_without_megatron(monkeypatch):

@@ -16,7 +16,7 @@ from patch_queue.patches import Patch, apply_series
 from patch_queue.queue import Queue
 from patch_queue.texts import QueueError
 from patch_queue.trees import Files, Tree
-from tests.patch_queue.trees import GPT_MODEL, ROOT, contents, edit
+from tests.patch_queue.trees import GPT_MODEL, ROOT, SELECTIVE, contents, edit
 
 
 def _assert_refused(run, *texts):
@@ -85,7 +85,7 @@ def test_drift(tree, setup_py):
     edit(tree / GPT_MODEL, "*,\n", "* ,\n")
     before = contents(tree)
     refused = setup_py("patch", tree)
-    _assert_refused(refused, "0003-", f"does not fit {GPT_MODEL} near line", "Nothing was written")
+    _assert_refused(refused, "0004-", f"does not fit {GPT_MODEL} near line", "Nothing was written")
     assert "Pins: 0.16.1" in refused.stderr and "--show-conflict" in refused.stderr
     shown = setup_py("patch", "--show-conflict", tree)
     assert shown.returncode == 0 and "the file has, in lines" in shown.stdout
@@ -112,10 +112,10 @@ def test_patched_by_another_version(tree, tmp_path, setup_py):
     other = tmp_path / "other"
     for name in ("patches", "megatron"):
         shutil.copytree(ROOT / name, other / name)
-    edit(other / "patches" / "lock.json", '"selective": 1', '"selective": 2')
+    edit(other / "patches" / "lock.json", f'"selective": {SELECTIVE}', '"selective": 99')
     Queue(other).patch(Tree(tree))
     refused = setup_py("patch", tree)
-    _assert_refused(refused, "holds selective 2, this is 1", "run unpatch first")
+    _assert_refused(refused, f"holds selective 99, this is {SELECTIVE}", "run unpatch first")
     assert setup_py("unpatch", tree).returncode == 0  # its receipt is all that it takes
 
 
@@ -171,7 +171,7 @@ def test_shadowed_install(tree, setup_py, tmp_path):
     assert f"python setup.py patch {tree}" in status.stdout
     setup_py("patch", tree)
     status = setup_py("status", PYTHONPATH=str(tree))
-    assert status.returncode == 0 and "patched with selective 1" in status.stdout
+    assert status.returncode == 0 and f"patched with selective {SELECTIVE}" in status.stdout
 
 
 @pytest.mark.parametrize("kind", ["outside", "absolute", "link"])

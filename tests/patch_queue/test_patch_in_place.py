@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.patch_queue.trees import GPT_MODEL, RECEIPT, ROOT, SELECTOR, contents, edit
+from tests.patch_queue.trees import GPT_MODEL, RECEIPT, ROOT, SELECTIVE, SELECTOR, contents, edit
 
 
 def test_patch_and_unpatch_restore_every_byte(tree, setup_py):
@@ -44,7 +44,7 @@ def test_second_run_says_so_and_changes_nothing(tree, setup_py):
     patched = contents(tree)
     again = setup_py("patch", tree)
     assert again.returncode == 0
-    assert again.stdout == "already patched with selective 1, nothing to do\n"
+    assert again.stdout == f"already patched with selective {SELECTIVE}, nothing to do\n"
     assert contents(tree) == patched
     setup_py("unpatch", tree)
     again = setup_py("unpatch", tree)
@@ -55,7 +55,7 @@ def test_receipt_says_what_was_done(tree, setup_py):
     """Whoever finds the checkout can tell, and undo it, without this repository's state."""
     setup_py("patch", tree)
     receipt = json.loads((tree / RECEIPT).read_bytes())
-    assert receipt["base"] == "0.16.1" and receipt["selective"] == 1 and receipt["verified"]
+    assert receipt["base"] == "0.16.1" and receipt["selective"] == SELECTIVE and receipt["verified"]
     assert GPT_MODEL in receipt["files"] and SELECTOR in receipt["overlay"]
     series = (ROOT / "patches" / "0.16.1" / "series").read_text().split()
     assert [patch["name"] for patch in receipt["patches"]] == series
@@ -75,7 +75,7 @@ def test_unpatch_keeps_later_edits(tree, setup_py):
 
 def test_unpatch_refuses_an_edit_in_its_own_lines(tree, setup_py):
     setup_py("patch", tree)
-    edit(tree / GPT_MODEL, "return project_selected_rows(", "return project_other_rows(")
+    edit(tree / GPT_MODEL, "return output_processor(", "return other_processor(")
     before = contents(tree)
     refused = setup_py("unpatch", tree)
     assert refused.returncode == 1 and GPT_MODEL in refused.stderr

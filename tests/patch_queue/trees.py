@@ -2,10 +2,13 @@
 
 """What the tests of the queue look at in a tree."""
 
+import json
 from pathlib import Path
 from typing import Dict
 
 ROOT = Path(__file__).resolve().parents[2]
+SELECTIVE = json.loads((ROOT / "patches" / "lock.json").read_text())["selective"]
+VERSION = f"0.16.1+selective.{SELECTIVE}"
 GPT_MODEL = "megatron/core/models/gpt/gpt_model.py"
 SELECTOR = "megatron/core/models/common/output_row_selector.py"
 RECEIPT = ".megatron-selective.json"

@@ -20,6 +20,7 @@ from megatron.core.fusions.linear_log_prob.backend import (
 from megatron.core.fusions.linear_log_prob.backward_pass import BackwardPass
 from megatron.core.fusions.linear_log_prob.chunking import ChunkPlan, plan_chunks
 from megatron.core.fusions.linear_log_prob.keep_set import KeptIds
+from megatron.core.fusions.linear_log_prob.matrix_products import as_matrix
 from megatron.core.fusions.linear_log_prob.weight_gradient import WeightGradient
 from megatron.core.utils import get_pg_size
 
@@ -293,8 +294,8 @@ def _operands(hidden: Tensor, weight: Tensor, settings: Settings) -> Tuple[Tenso
     With sequence parallelism this is one all-gather of `hidden`, in forward and in backward, as
     in the linear layers: the shard is what is saved.
     """
-    hidden = hidden.to(settings.compute_dtype)
-    weight = weight.to(settings.compute_dtype)
+    hidden = as_matrix(hidden.to(settings.compute_dtype))
+    weight = as_matrix(weight.to(settings.compute_dtype))
     if not settings.sequence_parallel or not hidden.numel():
         return hidden, weight
     hidden = hidden.contiguous()

@@ -33,6 +33,20 @@ def _mm_takes_out_dtype() -> bool:
     return "dtype" in torch.ops.aten.mm.overloads()
 
 
+def as_matrix(tensor: Tensor) -> Tensor:
+    """The tensor itself where its rows or its columns are dense, as products want it, or a copy.
+
+    Otherwise every product would make one.
+
+    Args:
+        tensor (Tensor): `[n, m]`.
+    """
+    (rows, columns), (row_stride, column_stride) = tensor.shape, tensor.stride()
+    dense_rows = column_stride == 1 and row_stride >= columns
+    dense_columns = row_stride == 1 and column_stride >= rows
+    return tensor if dense_rows or dense_columns else tensor.contiguous()
+
+
 def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
     """Writes `left @ right` to `out`, or adds it to that.
 
@@ -43,11 +57,12 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> Non
         add (bool): Whether to add.
     """
     options = {}
-    if out.dtype is not left.dtype:
-        if left.device.type == "cuda":
-            options = dict(out_dtype=out.dtype)
-        else:
-            left, right = left.to(out.dtype), right.to(out.dtype)
+    if left.device.type == "cpu":
+        # oneDNN's 16-bit kernels read past rows of odd length and multiply what they find, NaN
+        # included, by 0; so what lies between rows must not be anything.
+        left, right = left.to(out.dtype).contiguous(), right.to(out.dtype).contiguous()
+    elif out.dtype is not left.dtype:
+        options = dict(out_dtype=out.dtype)
     if add:
         torch.addmm(out, left, right, out=out, **options)
     else:

@@ -154,7 +154,8 @@ def statistics_kernel(
     `hidden` [n, h] and `weight` [v / tp, h] are read for the target alone, if not ROUND.
     SKIP_MASKED leaves out rows whose kept ids are all that matters.
     """
-    row = tl.program_id(0)
+    # The last rows first: part of what the projection wrote last is still in the cache.
+    row = tl.num_programs(0) - 1 - tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     inverse = tl.load(temperature + row if ROW_TEMPERATURE else temperature)
     last = columns
