@@ -50,5 +50,9 @@ OP = "this op"
 OP_0 = "this op, budget 0"
 OP_ALL = "this op, all kept"
 OP_TORCH = "this op, torch"
-OURS = (OP, OP_0, OP_ALL, OP_TORCH)
+# The others return the gradient of the weight, where the op adds it to an fp32 main_grad: against
+# them it is measured returning it, too.
+OP_RETURNS = "this op, weight gradient returned"
+OP_0_RETURNS = "this op, budget 0, weight gradient returned"
+OURS = (OP, OP_0, OP_ALL, OP_TORCH, OP_RETURNS, OP_0_RETURNS)
 SLIME = "slime, all tokens fp32"

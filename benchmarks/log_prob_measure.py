@@ -34,7 +34,8 @@ class Provider:
             `"value"` and `"gradient"`; returns log-probabilities `[N]` and entropy `[N]` or None,
             or a sum of losses and None where it isn't the same job.
         entropies (tuple): The kinds of entropy to measure.
-        ours (bool): Whether it is the op of this repository, which has `main_grad`.
+        ours (bool): Whether it is the op of this repository.
+        main_grad (bool): Whether it adds the gradient of the weight to `main_grad`.
         same_job (bool): Whether it gives a log-probability and takes a gradient per row.
         all_tokens (bool): Whether it computes all T rows, of which N are then used.
         budget (int, optional): The op's budget for logits.
@@ -49,6 +50,7 @@ class Provider:
     run: Callable[["Inputs", str], Tuple[Tensor, Optional[Tensor]]]
     entropies: Tuple[str, ...]
     ours: bool = False
+    main_grad: bool = False
     same_job: bool = True
     all_tokens: bool = False
     budget: Optional[int] = None
@@ -227,7 +229,7 @@ class Reference:
             grad = inputs.hidden.grad[self._rows]
         found["err_dhidden"] = _relative(grad, self._grad_hidden[kind])
         if not provider.all_tokens:  # the gradients of the other rows are 0, but no part of this
-            grad = inputs.weight.main_grad if provider.ours else inputs.plain_weight.grad
+            grad = inputs.weight.main_grad if provider.main_grad else inputs.plain_weight.grad
             found["err_dweight"] = _relative(grad[self._ids], self._grad_weight[kind])
         return found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
-from log_prob_cases import OP, OP_0, OP_ALL, OP_TORCH, SLIME
+from log_prob_cases import OP, OP_0, OP_0_RETURNS, OP_ALL, OP_RETURNS, OP_TORCH, SLIME
 from log_prob_measure import Inputs, Provider
 
 KEEP_ALL = 1 << 40
@@ -64,9 +64,17 @@ def _op(key: str, slime: Optional[Path], device: torch.device) -> Provider:
     from megatron.core.fusions.linear_log_prob import linear_log_prob
     from megatron.core.fusions.linear_log_prob.linear_log_prob import DEFAULT_LOGITS_BUDGET
 
-    budget = {"op-0": 0, "op-all": KEEP_ALL}.get(key, DEFAULT_LOGITS_BUDGET)
+    budget = {"op-0": 0, "op-0-returns": 0, "op-all": KEEP_ALL}.get(key, DEFAULT_LOGITS_BUDGET)
+    returns = key.endswith("returns")
     impl = "torch" if key == "op-torch" else "auto"
-    name = {"op": OP, "op-0": OP_0, "op-all": OP_ALL, "op-torch": OP_TORCH}[key]
+    name = {
+        "op": OP,
+        "op-0": OP_0,
+        "op-all": OP_ALL,
+        "op-torch": OP_TORCH,
+        "op-returns": OP_RETURNS,
+        "op-0-returns": OP_0_RETURNS,
+    }[key]
     if device.type == "cuda" and impl == "auto":
         impl = "triton"  # or an error: not the reference by accident
     kinds = {"none": False, "value": "no_grad", "gradient": True}
@@ -74,7 +82,7 @@ def _op(key: str, slime: Optional[Path], device: torch.device) -> Provider:
     def run(inputs: Inputs, entropy: str):
         return linear_log_prob(
             inputs.hidden,
-            inputs.weight,
+            inputs.plain_weight if returns else inputs.weight,
             inputs.targets,
             entropy=kinds[entropy],
             logits_budget=budget,
@@ -87,8 +95,9 @@ def _op(key: str, slime: Optional[Path], device: torch.device) -> Provider:
         megatron.core.__version__,
         run,
         # Without entropy only where peers without entropy are compared with it.
-        ("none",) + _VALUE if key in ("op", "op-0") else _VALUE,
+        _VALUE if key in ("op-all", "op-torch") else ("none",) + _VALUE,
         ours=True,
+        main_grad=not returns,
         budget=budget,
         forward=key in ("op", "op-torch"),
         rows=(256, 2944, 8192) if key == "op-torch" else None,
@@ -279,6 +288,8 @@ LOADERS = {
     "op-0": _op,
     "op-all": _op,
     "op-torch": _op,
+    "op-returns": _op,
+    "op-0-returns": _op,
     "rows": _rows,
     "deferred": _deferred,
     "slime": _slime,

@@ -15,7 +15,9 @@ from log_prob_cases import (
     JOBS,
     OP,
     OP_0,
+    OP_0_RETURNS,
     OP_ALL,
+    OP_RETURNS,
     OP_TORCH,
     OURS,
     REPORTED,
@@ -88,19 +90,22 @@ def goals(table: Table) -> Iterator[Goal]:
         for row in table.select(**_of(shape)):
             if row["provider"] in (OP, OP_0, OP_ALL):
                 yield from _against_gemms(row, shape)
-                yield from _against_peers(table, row, shape)
-                yield from _peak(table, row, shape)
+                yield from _peak(row, shape)
                 yield from _errors(row, shape)
+            # Against the others as they do it, which is to return the gradient of the weight.
+            if row["provider"] in (OP_RETURNS, OP_0_RETURNS) or (
+                row["provider"] == OP and row["job"] == FORWARD
+            ):
+                yield from _against_peers(table, row, shape)
     shape = SHAPES["qwen3.5-9b"]
     for job in JOBS:
         wanted = dict(tokens=11776, rows=2944, job=job, **_of(shape))
         theirs = table.one(provider=SLIME, **wanted)
-        for name in (OP, OP_0):  # forward is the same for both
-            ours = table.one(provider=name, entropy=theirs["entropy"], **wanted) if theirs else None
-            if ours:
-                times = float(theirs["ms_p50"]) / float(ours["ms_p50"])
-                where = f"{shape.label}, 2,944 of 11,776, {job}, {name}"
-                yield Goal("times as fast as slime's way", where, times, 5, at_least=True)
+        ours = table.one(provider=OP, entropy=theirs["entropy"], **wanted) if theirs else None
+        if ours:
+            times = float(theirs["ms_p50"]) / float(ours["ms_p50"])
+            where = f"{shape.label}, 2,944 of 11,776, {job}, {OP}"
+            yield Goal("times as fast as slime's way", where, times, 5, at_least=True)
 
 
 def _where(row: Dict[str, str], shape: Shape) -> str:
@@ -110,7 +115,7 @@ def _where(row: Dict[str, str], shape: Shape) -> str:
 
 
 def _against_gemms(row: Dict[str, str], shape: Shape) -> Iterator[Goal]:
-    if int(row["rows"]) < 2048 or not row["ratio"]:
+    if int(row["rows"]) < 2048 or not row["ratio"] or row["provider"] == OP_0:
         return
     wide = shape.hidden_size >= 4096
     if row["job"] == FORWARD:
@@ -136,15 +141,20 @@ def _peers(table: Table, row: Dict[str, str], shape: Shape) -> List[Dict[str, st
 
 def _against_peers(table: Table, row: Dict[str, str], shape: Shape) -> Iterator[Goal]:
     peers = _peers(table, row, shape)
-    if int(row["rows"]) < 256 or row["provider"] == OP_ALL or not peers:
+    if int(row["rows"]) < 256 or not peers:
         return
     best = min(peers, key=lambda other: float(other["ms_p50"]))
     ratio = float(row["ms_p50"]) / float(best["ms_p50"])
     where = f"{_where(row, shape)}; {best['provider']}"
     yield Goal("time / fastest peer", where, ratio, 1.0)
+    if row["provider"] == OP_0_RETURNS:
+        best = min(peers, key=lambda other: float(other["peak_gib"]))
+        where = f"{_where(row, shape)}; {best['provider']}"
+        peak = float(row["peak_gib"])
+        yield Goal("peak in GiB, budget 0, best peer's", where, peak, float(best["peak_gib"]))
 
 
-def _peak(table: Table, row: Dict[str, str], shape: Shape) -> Iterator[Goal]:
+def _peak(row: Dict[str, str], shape: Shape) -> Iterator[Goal]:
     peak, rows = float(row["peak_gib"]), int(row["rows"])
     where = _where(row, shape)
     if row["job"] == FORWARD:
@@ -155,11 +165,6 @@ def _peak(table: Table, row: Dict[str, str], shape: Shape) -> Iterator[Goal]:
         return
     limit = int(row["budget"]) / 2**30 + 0.25 + rows * shape.hidden_size * 2 / 2**30
     yield Goal("peak in GiB / budget + 0.25 + dhidden", where, peak, round(limit, 4))
-    peers = _peers(table, row, shape)
-    if row["provider"] == OP_0 and peers:
-        best = min(peers, key=lambda other: float(other["peak_gib"]))
-        where = f"{where}; {best['provider']}"
-        yield Goal("peak in GiB, budget 0, best peer's", where, peak, float(best["peak_gib"]))
 
 
 def _errors(row: Dict[str, str], shape: Shape) -> Iterator[Goal]:

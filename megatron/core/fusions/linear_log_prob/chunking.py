@@ -89,20 +89,20 @@ def plan_chunks(
             rows, which save a projection, and the working memory, whose size saves products and
             passes over the gradients, at the least cost.
     """
-    unit = max(CHUNK_BYTES - num_rows * _ROW_STATE_BYTES, row_bytes)
-    largest = max(min(budget, _MAX_WORKING_CHUNKS * unit), unit)
+    unit = max(CHUNK_BYTES - num_rows * _ROW_STATE_BYTES, CHUNK_BYTES // 2, row_bytes)
+    sizes = [i * unit for i in range(1, _MAX_WORKING_CHUNKS + 1) if i * unit <= budget]
+    if not sizes:
+        # No more than a 16-bit gradient of the weight would take: who returns one takes that.
+        sizes = [max(min(unit, columns * hidden_size * 2), budget, row_bytes)]
     if num_rows * row_bytes <= budget:
-        chunk_rows = _align(largest // row_bytes, _TILE_ROWS)
+        chunk_rows = _align(sizes[-1] // row_bytes, _TILE_ROWS)
         return ChunkPlan(num_rows, num_rows, chunk_rows, chunk_rows, columns)
 
     product_cost = _PRODUCT_COST_BY_HIDDEN_SIZE / hidden_size
     best = None
-    for working_bytes in sorted(
-        {min(i * unit, largest) for i in range(1, _MAX_WORKING_CHUNKS + 1)}
-    ):
+    for working_bytes in sizes:
         chunk_rows = _align(working_bytes // row_bytes, _TILE_ROWS)
-        kept_rows = max(budget - working_bytes, 0) // row_bytes
-        kept_rows -= kept_rows % _TILE_ROWS
+        kept_rows = _align(max(budget - working_bytes, 0) // row_bytes, _TILE_ROWS)
         if kept_rows < num_rows // 2:
             # Less than half saves backward little, and smaller chunks cost every forward pass.
             kept_rows = 0
