@@ -39,7 +39,7 @@ _BASE = Base(
 )
 _MINORS = (12, 13)
 # Of requirements-dev.txt, so that there is one place for versions.
-_REQUIREMENTS = ("torch", "numpy", "pytest", "hypothesis")
+_REQUIREMENTS = ("torch", "triton", "numpy", "pytest", "hypothesis")
 # What doesn't ask for an argument that only the patches add.
 _TESTS = (
     "tests/unit_tests/fusions/test_*.py",

@@ -9,12 +9,18 @@ from torch import Tensor
 
 
 def assert_close(
-    name: str, actual: Tensor, reference: Tensor, *, eps: float, peer: Optional[Tensor] = None
+    name: str,
+    actual: Tensor,
+    reference: Tensor,
+    *,
+    eps: float,
+    peer: Optional[Tensor] = None,
+    atol: float = 0.0,
 ) -> None:
     """Asserts that no element's error is above its budget.
 
-    The budget is `eps` times the largest absolute value of `reference`. With `peer`, a
-    computation of the same thing in the dtype of `actual` by the path that is trusted, three
+    The budget is `eps` times the largest absolute value of `reference`, and `atol`. With `peer`,
+    a computation of the same thing in the dtype of `actual` by the path that is trusted, three
     times the largest error of that is added: a result may be as wrong as its dtype makes it, and
     no more.
 
@@ -24,13 +30,15 @@ def assert_close(
         reference (Tensor): The truth, in a wider dtype where there is one.
         eps (float): Part of the budget that the test states, relative to the largest value.
         peer (Tensor, optional): See above.
+        atol (float): Part of the budget for what cancels: a result may be much smaller than the
+            logits that it is a difference of.
     """
     assert actual.shape == reference.shape, f"{name}: {actual.shape} is not {reference.shape}"
     if not actual.numel():
         return
     truth = reference.detach().double()
     error = (actual.detach().double() - truth).abs()
-    budget = eps * truth.abs().max().item()
+    budget = eps * truth.abs().max().item() + atol
     if peer is not None:
         budget += 3 * (peer.detach().double() - truth).abs().max().item()
     # Not `error > budget`, which NaN passes.
