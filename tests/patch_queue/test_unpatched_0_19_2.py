@@ -44,7 +44,7 @@ _REQUIREMENTS = ("torch", "triton", "numpy", "pytest", "hypothesis")
 _TESTS = (
     "tests/unit_tests/fusions/test_*.py",
     "tests/unit_tests/harness/test_reference_attention.py",
-    "tests/unit_tests/models/test_log_prob_output*.py",
+    "tests/unit_tests/*/test_log_prob_output*.py",
     "tests/unit_tests/models/test_output_row_selector.py",
 )
 # Where a process would import megatron.core from, found without importing it.

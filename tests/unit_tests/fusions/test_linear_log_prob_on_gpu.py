@@ -2,7 +2,7 @@
 
 """`linear_log_prob` at sizes that only a GPU has: memory, and offsets beyond 2^31.
 
-Collected under torchrun on GPUs alone, see `conftest.py`; an H200 takes about a minute.
+Run under torchrun on GPUs alone, see `conftest.py`; an H200 takes about a minute.
 """
 
 import gc

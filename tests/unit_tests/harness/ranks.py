@@ -94,6 +94,8 @@ class _Pool:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
         self._dumps = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # Workers are on the CPU, and Triton asks for this when the first kernel is defined.
+        os.environ["TRITON_INTERPRET"] = "1"
         # Forked from a process that has imported Megatron and done nothing else: starting a pool
         # takes a second, not the imports of every worker.
         context = multiprocessing.get_context("forkserver")
