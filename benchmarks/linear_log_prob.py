@@ -5,7 +5,7 @@
     benchmarks/fetch_peers.sh DIR && DIR/install_peers.sh TARGET    # peers, newest versions
     python benchmarks/linear_log_prob.py --peers TARGET/site-packages --slime <slime checkout>
     python benchmarks/linear_log_prob.py --ratios       # goals, reached or not
-    python benchmarks/linear_log_prob.py --table        # README's tables
+    python benchmarks/linear_log_prob.py --table        # README's table; with --every all of them
     python benchmarks/linear_log_prob.py --plot         # PNGs
 
 Everybody maps the same N rows of hidden states and the same output weight to log-probabilities and,
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import List
 
 from log_prob_cases import ROWS, SHAPES
-from log_prob_report import Table, make_plots, make_table, print_goals
+from log_prob_report import Table, make_plots, make_readme_table, make_tables, print_goals
 
 CSV = Path(__file__).with_suffix(".csv")
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -66,8 +66,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--csv", type=Path, default=CSV, help="where rows are added or read")
     parser.add_argument("--ratios", action="store_true", help="print goals from the CSV and stop")
-    parser.add_argument("--every", action="store_true", help="with --ratios: not the worst alone")
-    parser.add_argument("--table", action="store_true", help="print README's tables and stop")
+    parser.add_argument(
+        "--every", action="store_true", help="not the worst goals or README's table alone"
+    )
+    parser.add_argument("--table", action="store_true", help="print README's table and stop")
     parser.add_argument("--plot", type=Path, nargs="?", const=REPOSITORY, help="draw into a folder")
     # Everything runs on a CPU, too, where its times say nothing: --device cpu --size 64 257.
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
@@ -87,7 +89,7 @@ def main() -> None:
         return
     table = Table(arguments.csv)
     if arguments.table:
-        print(make_table(table))
+        print(make_tables(table) if arguments.every else make_readme_table(table))
     if arguments.plot:
         print(*make_plots(table, arguments.plot), sep="\n")
     if arguments.ratios:

@@ -229,32 +229,48 @@ def print_table(title: str, header: Tuple[str, ...], lines: List[Tuple[str, ...]
         print("  " + " | ".join(line))
 
 
-# README's table: number of rows and tokens, then what the peers are compared with.
-_README = (("qwen3.5-9b", 11776, 2944), ("qwen3.5-9b", 65536, 16384))
+# Of the comparison with others: shape, tokens, rows.
+_COMPARED = (("qwen3.5-9b", 11776, 2944), ("qwen3.5-9b", 65536, 16384))
+# README leaves out what is a variant of another line.
+_NOT_IN_README = (OP_ALL, OP_TORCH, "Liger chunked")
 
 
-def make_table(table: Table) -> str:
-    """README's tables as markdown: the peers at 25 % of the rows, then ratios to cuBLAS's GEMMs."""
+def make_readme_table(table: Table) -> str:
+    """README's table as markdown: the op and others at 25 % of the rows of one micro-batch."""
+    key, tokens, rows = _COMPARED[0]
+    lines = _peer_lines(table, SHAPES[key], tokens, rows, left_out=_NOT_IN_README)
+    return "\n".join(lines + _measured_on(table))
+
+
+def make_tables(table: Table) -> str:
+    """All tables as markdown: others at 25 % of the rows, then ratios to cuBLAS's GEMMs."""
     lines: List[str] = []
-    for key, tokens, rows in _README:
+    for key, tokens, rows in _COMPARED:
         lines += _peer_lines(table, SHAPES[key], tokens, rows)
     lines += _reported_lines(table)
     lines += _ratio_lines(table)
-    some = table.one(provider=OP) or table.one()
-    if some:
-        lines.append(
-            f"{some['gpu']}, torch {some['torch']}, Triton {some['triton']}, bf16 operands, "
-            f"{some['date']}. Medians; peaks above the inputs, gradients included; errors are the "
-            "largest against float64. Not all rows are the same job: see the columns."
-        )
-    return "\n".join(lines)
+    return "\n".join(lines + _measured_on(table))
 
 
-def _peer_lines(table: Table, shape: Shape, tokens: int, rows: int) -> List[str]:
+def _measured_on(table: Table) -> List[str]:
+    some = table.one(provider=OP)
+    if not some:
+        return []
+    return [
+        f"{some['gpu']}, torch {some['torch']}, Triton {some['triton']}, bf16 operands, "
+        f"{some['date']}. Medians; peaks above the inputs, gradients included; errors are the "
+        "largest against float64."
+    ]
+
+
+def _peer_lines(
+    table: Table, shape: Shape, tokens: int, rows: int, left_out: Tuple[str, ...] = ()
+) -> List[str]:
     wanted = dict(tokens=tokens, rows=rows, **_of(shape))
     names: Dict[str, str] = {}
     for row in table.select(**wanted):
-        if row["job"] in JOBS and not row["provider"].startswith(GEMMS):
+        ours_or_peer = row["job"] in JOBS and not row["provider"].startswith(GEMMS)
+        if ours_or_peer and row["provider"] not in left_out:
             names.setdefault(row["provider"], row["provider_version"])
     if not names:
         return []
@@ -313,6 +329,7 @@ def _reported_lines(table: Table) -> List[str]:
     for name in names:
         row = _fullest([other for other in found if other["provider"] == name])
         bold = "**" if name == OP else ""
+        name += ", a different job" if row["same_job"] == "no" else ""
         peak = f"{float(row['peak_gib']):.2f} GiB" if row["peak_gib"] else ""
         lines.append(f"| {bold}{name}{bold} | {float(row['ms_p50']):.1f} ms | {peak} |")
     return [*lines, ""]
