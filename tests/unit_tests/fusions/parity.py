@@ -7,12 +7,13 @@ plain torch happens to be lucky, as with a single row:
 
     results     8 ulps of the logits' dtype, relative to the largest logit or log(vocabulary)
     gradients   the same, since a logit's error is a probability's relative error, and an ulp of
-                the gradient's dtype, relative to the largest gradient; and 2 ulps of the logits'
-                dtype relative to the largest term of the gradient, for terms that cancel: the
-                target's 1 - p, of logits that are projected again
+                the gradient's dtype, relative to the largest gradient; and, relative to its
+                largest term, twice an ulp of the logits' dtype and the fp32 rounding of the largest
+                logit, for terms that cancel: the target's 1 - p, of logits projected again
 """
 
 import math
+
 import torch
 from torch import Tensor
 

@@ -73,7 +73,7 @@ class _Case:
         mask="random",
         tied=False,
         precision="fp32",
-        **options
+        **options,
     ):
         """A case of options that may be left out."""
         return cls(seed, batch_size, mask, tied, precision, tuple(options.items()))

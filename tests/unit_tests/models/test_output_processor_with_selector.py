@@ -84,7 +84,7 @@ def _check_refused_calls(sequence_parallel):
             OutputRowSelectorError,
             "inference_context",
             inference_context=object(),
-            **arguments
+            **arguments,
         )
         _assert_refused(
             call, OutputRowSelectorError, "mask", **{**arguments, "output_row_selector": mask[:1]}

@@ -14,7 +14,6 @@ from megatron.core.fusions.linear_log_prob.backend import (
     Normalizers,
     Results,
     RowBackend,
-    Rows,
 )
 
 # Columns of a block, warps and pipeline stages, measured on an H200 at v / tp of 38,016 and

@@ -10,7 +10,7 @@ Common arguments, by name:
     targets         [n] int64, ids of the whole vocabulary
     starts, ends    [n] int64, where each row's kept ids are; read if KEEP
     ids             [K] int64, kept ids, ascending within a row
-    statistics      [fields, n] fp32, fields `field_stride` elements apart, numbered as in `backend`:
+    statistics      [fields, n] fp32, fields `field_stride` elements apart, numbered as in backend:
                     maximum 0, sum 1, target 2, weighted 3; of kept ids maximum 4, sum 5, weighted 6
     columns         number of this rank's columns that are part of the vocabulary
     scale, softcap  how logits are made of the projection, if HAS_SCALE and HAS_SOFTCAP
