@@ -9,12 +9,7 @@ import triton
 from torch import Tensor
 
 from megatron.core.fusions.linear_log_prob import triton_kernels as kernels
-from megatron.core.fusions.linear_log_prob.backend import (
-    Logits,
-    Normalizers,
-    Results,
-    RowBackend,
-)
+from megatron.core.fusions.linear_log_prob.backend import Logits, Normalizers, Results, RowBackend
 
 # Columns of a block, warps and pipeline stages, measured on an H200 at v / tp of 38,016 and
 # 62,080 (benchmarks/linear_log_prob.csv): both kernels then run near the copy bandwidth.
