@@ -31,6 +31,7 @@ import pytest
 import torch
 
 TIME_LIMIT = 60.0  # seconds a call may take; a start of workers comes on top
+_TORCHRUN_TIME_LIMIT = 600.0  # at least that there, where a call may compile dozens of kernels
 _START_LIMIT = 120.0  # seconds until every worker of a pool is there
 _GRACE = 5.0  # seconds that the other ranks get once one of them has failed
 _IMPORTED_ONCE = ["tests.unit_tests.harness.cpu_stand_ins", "tests.unit_tests.harness.models"]
@@ -290,7 +291,7 @@ def _run_here(
     # Upstream's tests of the same session set up parallel_state for themselves.
     _current_layout = None
     # A rank that hangs takes its process along, and torchrun the others.
-    faulthandler.dump_traceback_later(time_limit, exit=True)
+    faulthandler.dump_traceback_later(max(time_limit, _TORCHRUN_TIME_LIMIT), exit=True)
     try:
         _run(layout, function, args, kwargs)
     finally:
